@@ -1,0 +1,249 @@
+"""The Celery app, queue names, sending ids, looking into the queue.
+
+The queue carries request ids, never prompts, and the database is the truth: a message may be lost, or come twice. Each
+model has two queues, and workers empty the interactive one first.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import kombu
+import redis
+from celery import Celery
+from kombu.exceptions import BatchPublishError, OperationalError
+
+from jobs.settings import QueueSettings
+from storage.errors import PromptmillError, SettingsError
+
+RUN_CHUNK = "promptmill.run_chunk"  # run_chunk(request_ids: list[int])
+
+# Messages for one pipeline. Our window is smaller than that; a repair may not be.
+PUBLISH_BATCH = 500
+# How long a worker waits for Redis to answer. Longer than any answer but a stalled server's.
+SOCKET_TIMEOUT_S = 30
+# Messages looked at by `waiting_ids`; dispatch keeps far fewer in the queue.
+MOST_MESSAGES = 20_000
+
+URL_SCHEMES = ("redis", "rediss", "redis+socket", "sentinel")
+# Where kombu keeps messages that a worker has received and not yet acknowledged (for all queues of one Redis database).
+_UNACKED = "unacked"
+
+
+class QueueError(PromptmillError):
+    """Redis refused or could not be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Requests of one model that travel in one message."""
+
+    model: str
+    request_ids: tuple[int, ...]
+    is_interactive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Messages of one model that wait, and messages of all models that workers hold."""
+
+    interactive: int
+    bulk: int
+    unacked: int
+
+    @property
+    def waiting(self) -> int:
+        return self.interactive + self.bulk
+
+
+def queue_name(model: str, *, is_interactive: bool) -> str:
+    return f"promptmill.{model}.{'interactive' if is_interactive else 'bulk'}"
+
+
+def queue_names(model: str) -> tuple[str, str]:
+    """The queues of a model in the order in which workers empty them."""
+    return queue_name(model, is_interactive=True), queue_name(model, is_interactive=False)
+
+
+def make_app(settings: QueueSettings) -> Celery:
+    """The Celery app for a queue URL; connects to nothing yet. Tasks are registered by `workers/tasks.py`.
+
+    Why each setting is as it is: docs/decisions.md, "Celery".
+    """
+    scheme = settings.url.partition("://")[0]
+    if scheme not in URL_SCHEMES:
+        raise SettingsError(
+            f"PROMPTMILL_QUEUE_URL begins with {scheme[:20]!r}; wanted: redis://host:6379/0, rediss://, "
+            "redis+socket:///path or sentinel://"
+        )
+    app = Celery("promptmill", broker=settings.url, set_as_current=False)
+    app.conf.update(
+        broker_transport_options={
+            # Longer than the longest run of a chunk: until then Redis does not hand out its message again.
+            "visibility_timeout": settings.visibility_timeout_s,
+            "unacked_restore_interval": 10,  # look for overdue messages every 10 s, not every 100 s
+            "unacked_restore_throttle": 1,
+            "socket_timeout": SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": not scheme.endswith("socket"),
+            "health_check_interval": 10,
+            "queue_order_strategy": "priority",  # the order in which a worker names its queues
+            "priority_steps": [0],  # one list for each queue; we do not use priorities within one
+            # A caller hears of a dead Redis at once and says so; the worker's own consumer tries for ever, see below.
+            "max_retries": 1,
+            "interval_start": 0.1,
+            "interval_step": 0.1,
+            # Never retry_on_timeout: it switches bulk publishing off.
+        },
+        broker_channel_error_retry=True,  # READONLY and OOM are survived
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,  # for ever
+        broker_connection_timeout=5,
+        task_acks_late=True,
+        task_acks_on_failure=True,  # failures live in the database, not in Redis
+        task_acks_on_timeout=True,
+        task_ignore_result=True,
+        task_store_errors_even_if_ignored=False,
+        task_serializer="json",
+        accept_content=["json"],
+        worker_pool="threads",
+        worker_consumer="jobs.queue_guard:GuardedConsumer",
+        worker_prefetch_multiplier=1,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_send_task_events=True,
+        task_send_sent_event=False,
+        worker_enable_remote_control=True,
+        worker_hijack_root_logger=False,  # jobs/logs.py has set it up
+        worker_redirect_stdouts=False,
+    )
+    return app
+
+
+def publish_chunks(app: Celery, chunks: Sequence[Chunk]) -> None:
+    """Send one message for each chunk.
+
+    Raises QueueError (retryable) when Redis did not take them all. Any part may then have been sent: return the
+    requests to pending and send again; a request that travels twice is claimed once.
+    """
+    if not chunks:
+        return
+    with (
+        _translated(app),
+        app.producer_pool.acquire(block=True, timeout=SOCKET_TIMEOUT_S) as producer,
+        producer.batch(PUBLISH_BATCH),
+    ):
+        for chunk in chunks:
+            app.send_task(
+                RUN_CHUNK,
+                args=[list(chunk.request_ids)],
+                queue=queue_name(chunk.model, is_interactive=chunk.is_interactive),
+                producer=producer,
+                retry=False,
+                argsrepr=f"({len(chunk.request_ids)} requests from {chunk.request_ids[0]})",
+            )
+
+
+def queue_depth(app: Celery, model: str) -> QueueDepth:
+    """Messages that wait for a model's workers, and messages that workers hold. Raises QueueError."""
+    with _redis(app) as client:
+        pipeline = client.pipeline(transaction=True)
+        for name in queue_names(model):
+            pipeline.llen(name)
+        pipeline.hlen(_UNACKED)
+        interactive, bulk, unacked = pipeline.execute()
+    return QueueDepth(interactive, bulk, unacked)
+
+
+def waiting_ids(app: Celery, models: Collection[str]) -> set[int] | None:
+    """Request ids in all messages that wait for these models or that workers hold. Raises QueueError.
+
+    None: more messages than are sensible to read. A message that is just being handed over is in neither place: look
+    only for requests that were queued a while ago.
+    """
+    with _redis(app) as client:
+        pipeline = client.pipeline(transaction=True)
+        names = [name for model in models for name in queue_names(model)]
+        for name in names:
+            pipeline.llen(name)
+        pipeline.hlen(_UNACKED)
+        if sum(pipeline.execute()) > MOST_MESSAGES:
+            return None
+        pipeline = client.pipeline(transaction=True)
+        for name in names:
+            pipeline.lrange(name, 0, -1)
+        pipeline.hvals(_UNACKED)
+        *waiting, unacked = pipeline.execute()
+    messages = [message for queue in waiting for message in queue]
+    messages += [json.dumps(_first(envelope)) for envelope in unacked]
+    return {request_id for message in messages for request_id in _ids_in(message)}
+
+
+def ping(app: Celery) -> None:
+    """Ask Redis for a sign of life. Raises QueueError."""
+    with _redis(app) as client:
+        client.ping()
+
+
+@contextmanager
+def _redis(app: Celery) -> Iterator[Any]:
+    """kombu's own Redis client, of a pooled connection."""
+    with _translated(app), app.pool.acquire(block=True, timeout=SOCKET_TIMEOUT_S) as connection:
+        yield connection.default_channel.client
+
+
+@contextmanager
+def _translated(app: Celery) -> Iterator[None]:
+    """Let failures of Redis leave as QueueError."""
+    try:
+        yield
+    except (BatchPublishError, OperationalError, redis.RedisError, OSError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise QueueError(_reason(app, reason), code=_code(reason), retryable=True) from error
+
+
+def _reason(app: Celery, reason: str) -> str:
+    shown = kombu.Connection(app.conf.broker_url).as_uri()
+    code = _code(reason)
+    if code == "queue_full":
+        return f"queue {shown} has no memory left; raise Redis's maxmemory, the work goes on by itself"
+    if code == "queue_login_refused":
+        return f"queue {shown} refuses this user or password; correct PROMPTMILL_QUEUE_URL"
+    if code == "queue_read_only":
+        return f"queue {shown} is a read-only replica; point PROMPTMILL_QUEUE_URL at the primary"
+    return f"queue {shown} cannot be reached ({reason}); check that Redis runs and that PROMPTMILL_QUEUE_URL is right"
+
+
+def _code(reason: str) -> str:
+    if "OOM" in reason or "maxmemory" in reason:
+        return "queue_full"
+    if any(word in reason for word in ("WRONGPASS", "NOAUTH", "invalid username-password", "Authentication required")):
+        return "queue_login_refused"
+    if "READONLY" in reason or "read only replica" in reason:
+        return "queue_read_only"
+    return "queue_unreachable"
+
+
+def _first(envelope: bytes) -> Any:
+    """The message in kombu's (message, exchange, routing key)."""
+    try:
+        return json.loads(envelope)[0]
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _ids_in(message: bytes | str) -> list[int]:
+    """The request ids in a message; none in one that we did not write."""
+    try:
+        envelope = json.loads(message)
+        body = envelope["body"]
+        if envelope["properties"].get("body_encoding") == "base64":
+            body = base64.b64decode(body)
+        return [int(request_id) for request_id in json.loads(body)[0][0]]
+    except (ValueError, LookupError, TypeError, AttributeError, binascii.Error):
+        return []

@@ -1,0 +1,240 @@
+"""A batch's results -> its output file and its error file, in input order; and the summary of how it went.
+
+HTTP 200 lines go to the output file, all others (refused, failed, never executed) to the error file, which is not
+there when there are none. Each file is written beside its place, forced to the disk, and then put there in one step:
+whoever reads it sees the whole of it or the one before. `-` is standard output, which takes both kinds of line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from jobs.protocol import render_output_line
+from storage import queries
+from storage.database import Database
+from storage.errors import PromptmillError
+from storage.queries import BatchRow, FailureCount, Percentiles, ResultRow
+
+STDOUT = "-"
+ERRORS_SUFFIX = ".errors.jsonl"
+BUFFER_BYTES = 1 << 20
+
+
+class OutputError(PromptmillError):
+    """The results cannot be written where they were wanted."""
+
+
+@dataclass(frozen=True)
+class WrittenResults:
+    """output, errors: where the lines went; None for standard output, and for errors when there are none."""
+
+    output: Path | None
+    errors: Path | None
+    output_lines: int
+    error_lines: int
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """How a batch went, as numbers: what the table at its end shows.
+
+    run_s: from its start to its end, or to `now` while it runs. latencies: queue_s, time_to_first_token_s, total_s,
+    exact percentiles over its completed attempts; a measure that no attempt has is not there.
+    """
+
+    batch: BatchRow
+    run_s: float
+    failures: list[FailureCount]
+    latencies: Mapping[str, Percentiles]
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.batch.completed_requests / self.run_s if self.run_s > 0 else 0.0
+
+    @property
+    def completion_tokens_per_s(self) -> float:
+        return self.batch.completion_tokens / self.run_s if self.run_s > 0 else 0.0
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.batch.prompt_tokens / self.run_s if self.run_s > 0 else 0.0
+
+
+def errors_path(output: Path) -> Path:
+    """Where the error lines of an output file go: `answers.jsonl` -> `answers.errors.jsonl`."""
+    stem = output.name.removesuffix(output.suffix) if output.suffix in (".jsonl", ".json", ".ndjson") else output.name
+    return output.with_name(stem + ERRORS_SUFFIX)
+
+
+def check_output(output: str | Path, inputs: Iterable[Path] = ()) -> None:
+    """Find out before any work is done that results can be written. inputs: files that must not be overwritten.
+
+    Raises OutputError: output_folder_missing, output_is_folder, output_not_writable, output_is_input, disk_full.
+    """
+    if str(output) == STDOUT:
+        return
+    output = Path(output)
+    for path in (output, errors_path(output)):
+        if path.is_dir():
+            raise OutputError(f"{path} is a folder; name a file in it", code="output_is_folder")
+        for read in inputs:
+            if path.exists() and read.exists() and path.samefile(read):
+                raise OutputError(f"{path} is read by this run; write to another file", code="output_is_input")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OutputError(
+                f"{path} is read-only; change its rights or name another file", code="output_not_writable"
+            )
+    if _is_special(output):
+        return
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise OutputError(f"{folder} is not there; make the folder first", code="output_folder_missing")
+    probe = _temporary(output)
+    with _explained(output):
+        try:
+            with probe.open("xb") as file:
+                file.write(b"\n")
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def write_results(database: Database, batch_id: int, output: str | Path) -> WrittenResults:
+    """Write all results that a batch has so far. Raises OutputError."""
+    if str(output) == STDOUT:
+        return _write_to_stdout(database, batch_id)
+    output = Path(output)
+    if _is_special(output):
+        with _explained(output), output.open("wb", buffering=BUFFER_BYTES) as file:
+            good, bad = _write_lines(queries.results_in_order(database, batch_id), file, file)
+        return WrittenResults(output, None, good, bad)
+    output = output.resolve() if output.is_symlink() else output
+    errors = errors_path(output)
+    with _explained(output), _replacing(output) as good_file, _replacing(errors) as bad_file:
+        good, bad = _write_lines(queries.results_in_order(database, batch_id), good_file.file, bad_file.file)
+        # The output file last: who finds it may take the error file for final.
+        if bad:
+            bad_file.put_in_place()
+        else:
+            errors.unlink(missing_ok=True)  # that of an earlier run would be taken for this one's
+        good_file.put_in_place()
+    return WrittenResults(output, errors if bad else None, good, bad)
+
+
+def render_result(row: ResultRow) -> str:
+    """One line of an output or error file, without its newline."""
+    return render_output_line(
+        request_id=f"{row.request_id:x}",
+        custom_id=row.custom_id,
+        status_code=row.status_code,
+        response=row.response,
+        error_code=row.error_code,
+        error_message=row.error_message,
+    )
+
+
+def summarise(database: Database, batch_id: int) -> BatchSummary:
+    """How a batch has gone so far."""
+    with database.read() as connection:
+        batch = queries.find_batch_by_id(connection, batch_id)
+        assert batch is not None, f"there is no batch {batch_id}"
+        failures = queries.failures_by_code(connection, batch_id)
+        latencies = queries.latency_percentiles(connection, batch_id)
+    ended_at = batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or database.now()
+    run_s = 0.0 if batch.in_progress_at is None else max(0.0, ended_at - batch.in_progress_at)
+    return BatchSummary(batch, run_s, failures, latencies)
+
+
+def _write_to_stdout(database: Database, batch_id: int) -> WrittenResults:
+    out = sys.stdout.buffer
+    good, bad = _write_lines(queries.results_in_order(database, batch_id), out, out)
+    out.flush()
+    return WrittenResults(None, None, good, bad)
+
+
+def _write_lines(rows: Iterator[ResultRow], good_file: BinaryIO, bad_file: BinaryIO) -> tuple[int, int]:
+    good = bad = 0
+    for row in rows:
+        line = render_result(row).encode() + b"\n"
+        if row.status_code == 200:
+            good_file.write(line)
+            good += 1
+        else:
+            bad_file.write(line)
+            bad += 1
+    return good, bad
+
+
+class _Replacement:
+    """A file written beside its place, with the rights of the one it replaces."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = _temporary(path)
+        self.file = self.temporary.open("xb", buffering=BUFFER_BYTES)
+
+    def put_in_place(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        if self.path.exists():
+            shutil.copymode(self.path, self.temporary)
+        self.temporary.replace(self.path)
+        _sync_folder(self.path.absolute().parent)
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk is reported by the write that failed first
+            self.file.close()
+        self.temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[_Replacement]:
+    replacement = _Replacement(path)
+    try:
+        yield replacement
+    finally:
+        replacement.discard()
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutputError(
+                f"{path} does not fit on its disk; free some space and run the same command again (no answer is lost)",
+                code="disk_full",
+            ) from error
+        raise OutputError(
+            f"{path} cannot be written: {error.strerror or error}; name a file in a folder where you may write",
+            code="output_not_writable",
+        ) from error
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe: written to as it is, never replaced."""
+    return path.exists() and not path.is_file()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power cut, where the system can (Windows opens no folders)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

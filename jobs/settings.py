@@ -1,0 +1,182 @@
+"""The one settings object: read once by each entry point from the environment, then `.env`, then defaults.
+
+A variable is `PROMPTMILL_`, the group, the field: PROMPTMILL_ENGINE_MAX_BATCH_SIZE is `settings.engine.max_batch_size`.
+Only `home` stands outside a group. Each part of the program gets its group alone. docs/settings.md has a row for each
+variable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+from dotenv import dotenv_values
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from storage.errors import SettingsError
+
+PREFIX = "PROMPTMILL_"
+# The operating systems' bound on a Unix socket's path is 104 to 108 bytes; sockets get names of up to 16.
+LONGEST_RUNTIME_DIR = 84
+
+
+class DatabaseSettings(BaseModel):
+    """Where the record is kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field("", repr=False)
+
+
+class QueueSettings(BaseModel):
+    """Redis, and how work is cut for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field("", repr=False)
+    chunk_size: int = Field(32, ge=1, le=1024)
+    visibility_timeout_s: int = Field(3600, ge=60)
+
+
+class WorkerSettings(BaseModel):
+    """How a worker holds requests, and how it leaves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lease_s: float = Field(60.0, ge=3.0)
+    drain_s: float = Field(30.0, ge=0.0)
+
+
+class EngineSettings(BaseModel):
+    """How the model is run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_batch_size: int = Field(64, ge=1, le=4096)
+    context_length: int = Field(2048, ge=0)
+    prefill_chunk_tokens: int = Field(512, ge=1)
+    threads: int = Field(0, ge=0)
+    prefix_reuse: bool = True
+    allow_spinning: bool = True
+    watchdog_s: float = Field(120.0, ge=1.0)
+
+
+class LogSettings(BaseModel):
+    """What is logged."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(BaseSettings):
+    """All settings; `load_settings` makes them."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="_",
+        env_nested_max_split=1,
+        env_file_encoding="utf-8",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="ignore",
+    )
+
+    home: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("promptmill", appauthor=False)))
+    database: DatabaseSettings = DatabaseSettings()  # type: ignore[call-arg]  # the mypy plugin is not used
+    queue: QueueSettings = QueueSettings()  # type: ignore[call-arg]
+    worker: WorkerSettings = WorkerSettings()  # type: ignore[call-arg]
+    engine: EngineSettings = EngineSettings()  # type: ignore[call-arg]
+    log: LogSettings = LogSettings()
+
+    @property
+    def artifacts_dir(self) -> Path:
+        """Artifacts that are found by name alone."""
+        return self.home / "artifacts"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.home / "logs"
+
+    @property
+    def files_dir(self) -> Path:
+        return self.home / "files"
+
+    @property
+    def queue_dir(self) -> Path:
+        """What the embedded queue server keeps."""
+        return self.home / "queue"
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Where sockets live: in home, or in a short folder of its own where home's path is too long for a socket."""
+        inside = self.home / "run"
+        if len(os.fsencode(inside)) <= LONGEST_RUNTIME_DIR:
+            return inside
+        digest = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"promptmill-{digest}"
+
+
+def load_settings(env_file: Path | None = Path(".env")) -> Settings:
+    """Read the environment, then `env_file` (of the working directory), then defaults.
+
+    Raises SettingsError for an unknown variable with our prefix, and for a value of the wrong form.
+    """
+    if env_file is not None and not env_file.is_file():
+        env_file = None
+    _refuse_unknown(os.environ, "in the environment")
+    if env_file is not None:
+        _refuse_unknown(_read_env_file(env_file), f"in {env_file}")
+    try:
+        settings = Settings(_env_file=env_file)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise SettingsError(_explain(error)) from None  # the cause would show secrets
+    home = settings.home.expanduser().absolute()
+    url = settings.database.url or f"sqlite:///{home / 'promptmill.db'}"
+    return settings.model_copy(
+        update={"home": home, "database": settings.database.model_copy(update={"url": url})},
+    )
+
+
+def variables() -> dict[str, tuple[Any, str]]:
+    """Every variable -> its default and the field it sets, as `group.field`."""
+    found: dict[str, tuple[Any, str]] = {f"{PREFIX}HOME": (None, "home")}
+    for group, group_field in Settings.model_fields.items():
+        kind = group_field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            for name, field in kind.model_fields.items():
+                found[f"{PREFIX}{group}_{name}".upper()] = (field.default, f"{group}.{name}")
+    return found
+
+
+def _read_env_file(env_file: Path) -> Mapping[str, str | None]:
+    try:
+        return dotenv_values(env_file, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {env_file}: {error}; correct or remove it") from error
+
+
+def _refuse_unknown(names: Mapping[str, str | None], where: str) -> None:
+    known = variables()
+    for name in sorted(names):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
+            raise SettingsError(f"unknown setting {name} {where}; the nearest known one is {near} (docs/settings.md)")
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence for each wrong value. URLs are not repeated: they hold passwords."""
+    sentences = []
+    for problem in error.errors():
+        name = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
+        shown = "the value" if name.endswith("_URL") else f"value {problem['input']!r}"
+        wanted = problem["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as an integer")
+        sentences.append(f"{name}: {shown} is not accepted; wanted: {wanted}")
+    return "; ".join(sentences)

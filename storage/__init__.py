@@ -1,0 +1,1 @@
+"""What happened: tables, transitions, reads. Knows neither who asks nor who computes."""

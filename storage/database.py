@@ -1,0 +1,422 @@
+"""The engine and its transactions, from a URL it is given; the schema and its upgrades.
+
+SQLite and Postgres behave alike to the callers: `write()` is one short transaction that commits at the end of its
+block, `read()` sees one consistent state. On SQLite a write transaction takes the write lock when it begins, so two
+writers wait for each other instead of failing half-way. Errors leave as StorageError; a URL is never shown with its
+password, a statement never with its parameters (they hold prompts).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection as Connection
+from sqlalchemy import Engine, create_engine, event, exc, inspect, text
+from sqlalchemy.engine import URL, make_url
+
+from storage.errors import StorageError
+
+# The newest step in migrations/versions; a test holds the two together. Known here so that a start with an up-to-date
+# schema costs one read and no import of Alembic.
+SCHEMA_REVISION = "0001"
+
+# How long a writer waits for another one. Our write transactions last milliseconds; 30 s outlives a backup's lock.
+BUSY_TIMEOUT_S = 30.0
+# Every 30 s the offset between this host's steady clock and the database server's clock is measured anew.
+CLOCK_REFRESH_S = 30.0
+# Any fixed numbers: they name our two advisory locks among all those of one Postgres database.
+SCHEMA_LOCK = 0x70726F6D_01
+DISPATCH_LOCK = 0x70726F6D_02
+
+_WRITE = "promptmill_write"
+_Returned = TypeVar("_Returned")
+
+
+class Database:
+    """An open database. Threads may share it; processes open their own."""
+
+    def __init__(self, engine: Engine, shown_url: str) -> None:
+        self.engine = engine
+        self.shown_url = shown_url
+        self.is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite has one writer. Threads of one process queue up here, which is fair and wakes at once; its own
+        # busy handler, needed between processes, polls with growing sleeps.
+        self._writer = threading.Lock()
+        self._clock: tuple[float, float] | None = None  # (measured at, database time minus steady clock)
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One write transaction: committed at the end of the block, rolled back when it raises."""
+        if self.is_sqlite:
+            if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
+                raise _busy(self.shown_url)
+            try:
+                with self._transaction(write=True) as connection:
+                    yield connection
+            finally:
+                self._writer.release()
+        else:
+            with self._transaction(write=True) as connection:
+                yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """One read transaction. Keep it short: on SQLite it holds back the log's truncation."""
+        with self._transaction(write=False) as connection:
+            yield connection
+
+    def retry(self, work: Callable[[Connection], _Returned], *, patience_s: float = 60.0) -> _Returned:
+        """Run `work` in a write transaction, again after retryable errors, until it passes or `patience_s` is over.
+
+        The transitions may be repeated: one whose commit went through although its reply was lost changes nothing
+        the second time (and says so in what it returns).
+        """
+        deadline = time.monotonic() + patience_s
+        pause_s = 0.05
+        while True:
+            try:
+                with self.write() as connection:
+                    return work(connection)
+            except StorageError as error:
+                if not error.retryable or time.monotonic() + pause_s > deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 2.0)
+
+    def try_lock(self, connection: Connection, key: int) -> bool:
+        """Take one of our named locks until the write transaction ends; False when another process has it.
+
+        On SQLite the write transaction itself is the lock.
+        """
+        if self.is_sqlite:
+            return True
+        return bool(connection.execute(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": key}).scalar_one())
+
+    def now(self) -> float:
+        """The database's time, UTC Unix seconds: the one clock that leases are judged by.
+
+        SQLite's clock is this host's. Of Postgres the offset to our steady clock is kept, so that asking costs
+        nothing and a jump of this host's clock changes nothing.
+        """
+        if self.is_sqlite:
+            return time.time()
+        steady = time.monotonic()
+        if self._clock is None or steady - self._clock[0] > CLOCK_REFRESH_S:
+            with self.read() as connection:
+                server = float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+            self._clock = (steady, server - (steady + time.monotonic()) / 2)
+        return time.monotonic() + self._clock[1]
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[Connection]:
+        try:
+            with self.engine.connect() as connection:
+                connection = connection.execution_options(**{_WRITE: write})
+                with connection.begin():
+                    yield connection
+        except exc.DBAPIError as error:
+            raise explain(error, self.shown_url) from error
+        except exc.TimeoutError as error:
+            raise StorageError(
+                f"database {self.shown_url}: no connection became free within {BUSY_TIMEOUT_S:.0f} s; "
+                "this process holds too many at once",
+                code="database_busy",
+                retryable=True,
+            ) from error
+
+
+def open_database(url: str) -> Database:
+    """Open `sqlite:///path` or `postgresql://user:password@host/name`; nothing is created yet except SQLite's file.
+
+    Raises StorageError: invalid_database_url, database_driver_missing, database_unreachable and the like.
+    """
+    parsed = _parse(url)
+    shown = parsed.render_as_string(hide_password=True)
+    if parsed.get_backend_name() == "sqlite":
+        engine = _sqlite_engine(parsed, shown)
+    else:
+        engine = _postgres_engine(parsed, shown)
+    return Database(engine, shown)
+
+
+def upgrade_schema(database: Database) -> None:
+    """Bring the schema to this version's; safe when several processes start at once.
+
+    Raises StorageError(schema_too_new) when a newer version of promptmill has already upgraded it.
+    """
+    if schema_revision(database) == SCHEMA_REVISION:
+        return
+    # Slow to import, and needed once per version.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    with database.write() as connection:
+        if not database.is_sqlite:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": SCHEMA_LOCK})
+        found = _revision(connection)  # again, now that nobody else can change it
+        if found == SCHEMA_REVISION:
+            return
+        if found is not None and found not in known:
+            raise _too_new(database, found)
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def check_schema(database: Database) -> None:
+    """Raise StorageError unless the schema is exactly this version's."""
+    found = schema_revision(database)
+    if found is None:
+        raise StorageError(
+            f"database {database.shown_url} has no promptmill tables yet; `promptmill run` makes them",
+            code="schema_missing",
+        )
+    if found != SCHEMA_REVISION:
+        raise _too_new(database, found)
+
+
+def schema_revision(database: Database) -> str | None:
+    """The schema step that the database stands at; None: no tables yet."""
+    with database.read() as connection:
+        return _revision(connection)
+
+
+def explain(error: exc.DBAPIError, shown_url: str) -> StorageError:
+    """Turn a driver's error into one that names what is wrong and the way out."""
+    cause = error.orig
+    said = " ".join(str(cause).split())
+    if isinstance(cause, sqlite3.Error):
+        return _explain_sqlite(said, shown_url)
+    return _explain_postgres(said, str(getattr(cause, "sqlstate", None) or ""), shown_url, error)
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+    return None if revision is None else str(revision)
+
+
+def _too_new(database: Database, found: str) -> StorageError:
+    return StorageError(
+        f"database {database.shown_url} has schema {found}, this promptmill knows schemas up to {SCHEMA_REVISION}; "
+        "upgrade promptmill on this machine, or point PROMPTMILL_DATABASE_URL at another database",
+        code="schema_too_new",
+    )
+
+
+def _parse(url: str) -> URL:
+    wanted = "wanted: sqlite:///path/to/file.db or postgresql://user:password@host:5432/name"
+    try:
+        parsed = make_url(url)
+    except exc.ArgumentError as error:
+        raise StorageError(f"the database URL cannot be read; {wanted}", code="invalid_database_url") from error
+    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername == "sqlite":
+        if parsed.database in (None, "", ":memory:"):
+            raise StorageError(
+                "an in-memory SQLite database cannot be shared between processes; "
+                "give a file, as in sqlite:///promptmill.db",
+                code="invalid_database_url",
+            )
+        return parsed
+    raise StorageError(
+        f"database URL scheme {parsed.drivername!r} is not supported; {wanted}", code="invalid_database_url"
+    )
+
+
+def _sqlite_engine(url: URL, shown: str) -> Engine:
+    folder = Path(url.database or "").expanduser().absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"database {shown}: cannot create the folder {folder}: {error.strerror}; "
+            "choose another PROMPTMILL_HOME or PROMPTMILL_DATABASE_URL",
+            code="database_unwritable",
+        ) from error
+    url = url.set(database=str(Path(url.database or "").expanduser().absolute()))
+    engine = create_engine(
+        url,
+        connect_args={"timeout": BUSY_TIMEOUT_S},
+        hide_parameters=True,
+        pool_size=8,
+        max_overflow=64,
+        pool_timeout=BUSY_TIMEOUT_S,
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(dbapi_connection: sqlite3.Connection, _record: object) -> None:
+        dbapi_connection.isolation_level = None  # the driver begins nothing by itself; `begin` below does
+        _use_wal(dbapi_connection)
+        for pragma in (
+            "synchronous = NORMAL",  # with WAL: a power cut may lose the last transactions, never corrupts
+            "foreign_keys = ON",
+            "journal_size_limit = 67108864",
+            "cache_size = -16000",  # 16 MB for each connection
+        ):
+            dbapi_connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get(_WRITE, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switch the file to write-ahead logging. SQLite does not wait for a lock here, so we do."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
+def _postgres_engine(url: URL, shown: str) -> Engine:
+    try:
+        return create_engine(
+            url,
+            hide_parameters=True,
+            pool_size=8,
+            max_overflow=32,
+            pool_timeout=BUSY_TIMEOUT_S,
+            pool_pre_ping=True,  # a server restart costs a reconnect, not a failed transaction
+            connect_args={
+                "connect_timeout": 10,
+                "application_name": "promptmill",
+                # A peer that vanished without a word is noticed within about half a minute.
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "tcp_user_timeout": 30000,
+            },
+        )
+    except ModuleNotFoundError as error:
+        raise StorageError(
+            f"database {shown} needs the Postgres driver; install it with: pip install 'promptmill[postgres]'",
+            code="database_driver_missing",
+        ) from error
+
+
+def _busy(shown: str) -> StorageError:
+    return StorageError(
+        f"database {shown} is locked by another writer for more than {BUSY_TIMEOUT_S:.0f} s; "
+        "look for a backup or another program that holds the file open",
+        code="database_busy",
+        retryable=True,
+    )
+
+
+def _explain_sqlite(said: str, shown: str) -> StorageError:
+    lowered = said.lower()
+    if "locked" in lowered or "busy" in lowered:
+        return _busy(shown)
+    if "disk is full" in lowered:
+        return StorageError(
+            f"database {shown}: the disk is full; free some space, the work goes on by itself",
+            code="disk_full",
+            retryable=True,
+        )
+    if "readonly" in lowered or "read-only" in lowered:
+        return StorageError(
+            f"database {shown} cannot be written (read-only file, folder or file system); "
+            "make it writable or choose another PROMPTMILL_DATABASE_URL",
+            code="database_read_only",
+        )
+    if "not a database" in lowered:
+        return StorageError(
+            f"{shown} is a file of another kind, not an SQLite database; "
+            "move it away or choose another PROMPTMILL_DATABASE_URL",
+            code="not_a_database",
+        )
+    if "malformed" in lowered:
+        return StorageError(
+            f"database {shown} is damaged ({said}); restore it from a backup, or move it away to start afresh",
+            code="database_damaged",
+        )
+    if "unable to open" in lowered:
+        return StorageError(
+            f"database {shown} cannot be opened; check that its folder exists and that you may write there",
+            code="database_unwritable",
+        )
+    if "disk i/o" in lowered:
+        return StorageError(
+            f"database {shown}: the disk failed to read or write ({said})", code="database_io", retryable=True
+        )
+    if "constraint" in lowered:
+        return StorageError(f"database {shown}: {said}", code="constraint_violated")
+    return StorageError(f"database {shown}: {said}", code="database_error")
+
+
+def _explain_postgres(said: str, sqlstate: str, shown: str, error: exc.DBAPIError) -> StorageError:
+    lowered = said.lower()
+    if sqlstate.startswith("28") or "password authentication failed" in lowered or "no password supplied" in lowered:
+        return StorageError(
+            f"database {shown} refuses this user or password; correct PROMPTMILL_DATABASE_URL",
+            code="database_login_refused",
+        )
+    if sqlstate == "3D000" or ("database" in lowered and "does not exist" in lowered and not sqlstate):
+        return StorageError(
+            f"database {shown} does not exist on that server; create it (createdb NAME) or correct "
+            "PROMPTMILL_DATABASE_URL",
+            code="database_missing",
+        )
+    if sqlstate == "53100":
+        return StorageError(
+            f"database {shown}: the server's disk is full; free some space, the work goes on by itself",
+            code="disk_full",
+            retryable=True,
+        )
+    if sqlstate == "25006":
+        return StorageError(
+            f"database {shown} is read-only (a standby?); point PROMPTMILL_DATABASE_URL at the primary",
+            code="database_read_only",
+            retryable=True,
+        )
+    if sqlstate in ("40001", "40P01", "55P03"):
+        return StorageError(f"database {shown}: {said}", code="database_busy", retryable=True)
+    if sqlstate.startswith("23"):
+        return StorageError(f"database {shown}: {said.split(' DETAIL:')[0]}", code="constraint_violated")
+    # Class 08: connection; 57P0x: the server is shutting down or starting up; 53300: too many connections.
+    lost = error.connection_invalidated or sqlstate[:2] in ("08", "53", "57")
+    if lost or (not sqlstate and isinstance(error, exc.OperationalError)):
+        return StorageError(
+            f"database {shown} cannot be reached ({said}); check that the server runs and that PROMPTMILL_DATABASE_URL "
+            "is right",
+            code="database_unreachable",
+            retryable=True,
+        )
+    return StorageError(f"database {shown}: {said}", code="database_error")
+
+
+def rowcount(result: Any) -> int:
+    """Rows that a statement changed, over all its parameter sets."""
+    count: int = result.rowcount
+    assert count >= 0, "the driver did not count"
+    return count

@@ -1,0 +1,475 @@
+"""Every read: progress, latencies, results in input order or as they land, what dispatch and sweep look for.
+
+Each function takes a connection inside `database.read()` (or a write transaction). What may be a million rows comes
+in pages, each a short read of its own, so that memory and SQLite's log stay small: those functions take the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, literal, select
+
+from storage.database import Database
+from storage.models import BatchStatus, RequestStatus, WorkerStatus
+from storage.transitions import (
+    ATTEMPTS,
+    BATCHES,
+    DISPATCHED_BATCHES,
+    IS_FINISHABLE,
+    OPEN_BATCH,
+    PREFIXES,
+    REQUESTS,
+    RESULTS,
+    WORKERS,
+)
+
+# Rows read at once where a whole batch is walked through: a few MB of answers.
+PAGE_ROWS = 1000
+# A worker beats every few seconds; one not seen for this long is taken for dead.
+WORKER_SEEN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One batch with its counters; the columns of `storage.models.Batch`."""
+
+    id: int
+    public_id: str
+    tenant: str
+    name: str | None
+    fingerprint: str
+    endpoint: str
+    model: str
+    status: BatchStatus
+    priority: int
+    metadata: str | None
+    error_code: str | None
+    error_message: str | None
+    total_requests: int
+    completed_requests: int
+    failed_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    created_at: float
+    in_progress_at: float | None
+    finalizing_at: float | None
+    completed_at: float | None
+    failed_at: float | None
+    expires_at: float | None
+    expired_at: float | None
+    cancelling_at: float | None
+    cancelled_at: float | None
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in (BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A line and its answer. result_id: the cursor for `results_after`. status_code None: never executed."""
+
+    result_id: int
+    request_id: int
+    line: int
+    custom_id: str | None
+    status: RequestStatus
+    status_code: int | None
+    response: str | None
+    error_code: str | None
+    error_message: str | None
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of one measure, in seconds, over the attempts that have it; exact values, not estimates."""
+
+    count: int
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    maximum: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    code: str
+    count: int
+    example_line: int
+    example_message: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRequest:
+    id: int
+    line: int
+    prefix_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    name: str
+    host: str
+    pid: int
+    status: WorkerStatus
+    model: str
+    artifact_digest: str | None
+    device: str | None
+    max_batch_size: int
+    detail: str | None
+    started_at: float
+    ready_at: float | None
+    last_seen_at: float
+    stopped_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What ended between two instants."""
+
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def find_batch(connection: Connection, public_id: str) -> BatchRow | None:
+    """The batch of that public id."""
+    return _batch(connection.execute(select(BATCHES).where(BATCHES.c.public_id == public_id)).first())
+
+
+def find_batch_by_id(connection: Connection, batch_id: int) -> BatchRow | None:
+    """The batch of that row id; also the progress of a running batch: its counters are kept up to date."""
+    return _batch(connection.execute(select(BATCHES).where(BATCHES.c.id == batch_id)).first())
+
+
+def find_batch_by_fingerprint(connection: Connection, fingerprint: str, tenant: str = "default") -> BatchRow | None:
+    """The newest batch of that fingerprint, whatever its status."""
+    return _batch(
+        connection.execute(
+            select(BATCHES)
+            .where(BATCHES.c.tenant == tenant, BATCHES.c.fingerprint == fingerprint)
+            .order_by(BATCHES.c.id.desc())
+            .limit(1)
+        ).first()
+    )
+
+
+def list_batches(connection: Connection, limit: int = 50, before_id: int | None = None) -> list[BatchRow]:
+    """Batches, the newest first."""
+    statement = select(BATCHES).order_by(BATCHES.c.id.desc()).limit(limit)
+    if before_id is not None:
+        statement = statement.where(BATCHES.c.id < before_id)
+    return [BatchRow(**_batch_values(row)) for row in connection.execute(statement)]
+
+
+def open_batches(connection: Connection, status: BatchStatus) -> list[BatchRow]:
+    """Batches that stand at an unfinished status, the most urgent first."""
+    statement = select(BATCHES).where(OPEN_BATCH, BATCHES.c.status == status.value)
+    rows = connection.execute(statement.order_by(BATCHES.c.priority.desc(), BATCHES.c.id))
+    return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+def count_requests(connection: Connection, batch_id: int) -> dict[RequestStatus, int]:
+    """Requests of a batch by status, counted row by row: for checks and details, not for progress."""
+    rows = connection.execute(
+        select(REQUESTS.c.status, func.count()).where(REQUESTS.c.batch_id == batch_id).group_by(REQUESTS.c.status)
+    )
+    return {RequestStatus(status): count for status, count in rows}
+
+
+def last_submitted_line(connection: Connection, batch_id: int) -> int:
+    """The highest line that is written; 0 for none. An interrupted submission goes on after it."""
+    line = connection.execute(select(func.max(REQUESTS.c.line)).where(REQUESTS.c.batch_id == batch_id)).scalar_one()
+    return int(line or 0)
+
+
+def submitted_custom_ids(database: Database, batch_id: int) -> Iterator[str]:
+    """The custom ids written so far, in input order."""
+    after = 0
+    while True:
+        with database.read() as connection:
+            rows = connection.execute(
+                select(REQUESTS.c.line, REQUESTS.c.custom_id)
+                .where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line > after)
+                .order_by(REQUESTS.c.line)
+                .limit(PAGE_ROWS * 10)
+            ).all()
+        if not rows:
+            return
+        yield from (row.custom_id for row in rows if row.custom_id is not None)
+        after = rows[-1].line
+
+
+def prefix_texts(connection: Connection, prefix_ids: Collection[int]) -> dict[int, str]:
+    """Prefix ids -> texts."""
+    rows = connection.execute(select(PREFIXES.c.id, PREFIXES.c.text).where(PREFIXES.c.id.in_(sorted(prefix_ids))))
+    return {row.id: row.text for row in rows}
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+_RESULT_COLUMNS = (
+    RESULTS.c.id.label("result_id"),
+    REQUESTS.c.id.label("request_id"),
+    REQUESTS.c.line,
+    REQUESTS.c.custom_id,
+    REQUESTS.c.status,
+    RESULTS.c.status_code,
+    RESULTS.c.response,
+    RESULTS.c.error_code,
+    RESULTS.c.error_message,
+    RESULTS.c.finished_at,
+)
+
+
+def results_in_order(database: Database, batch_id: int, *, page_rows: int = PAGE_ROWS) -> Iterator[ResultRow]:
+    """All results of a batch in input order, page by page."""
+    after = 0
+    while True:
+        with database.read() as connection:
+            rows = connection.execute(
+                select(*_RESULT_COLUMNS)
+                .join_from(REQUESTS, RESULTS, RESULTS.c.request_id == REQUESTS.c.id)
+                .where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line > after)
+                .order_by(REQUESTS.c.line)
+                .limit(page_rows)
+            ).all()
+        if not rows:
+            return
+        yield from (_result(row) for row in rows)
+        after = rows[-1].line
+
+
+def results_after(connection: Connection, batch_id: int, result_id: int, limit: int = PAGE_ROWS) -> list[ResultRow]:
+    """Results of a batch that landed after a cursor (0: from the first), in the order they landed.
+
+    On Postgres two transactions may commit in another order than they took their ids; a follower that must see each one
+    reads `results_in_order` when the batch has ended.
+    """
+    rows = connection.execute(
+        select(*_RESULT_COLUMNS)
+        .join_from(RESULTS, REQUESTS, RESULTS.c.request_id == REQUESTS.c.id)
+        .where(RESULTS.c.batch_id == batch_id, RESULTS.c.id > result_id)
+        .order_by(RESULTS.c.id)
+        .limit(limit)
+    )
+    return [_result(row) for row in rows]
+
+
+def failures_by_code(connection: Connection, batch_id: int) -> list[FailureCount]:
+    """Lines without an answer by error code, the most frequent first, each with its first line as an example."""
+    rows = connection.execute(
+        select(RESULTS.c.error_code, func.count().label("lines"), func.min(RESULTS.c.request_id).label("example_id"))
+        .where(RESULTS.c.batch_id == batch_id, RESULTS.c.error_code.is_not(None))
+        .group_by(RESULTS.c.error_code)
+        .order_by(func.count().desc(), RESULTS.c.error_code)
+    ).all()
+    examples = {
+        row.id: row
+        for row in connection.execute(
+            select(REQUESTS.c.id, REQUESTS.c.line, RESULTS.c.error_message)
+            .join_from(REQUESTS, RESULTS, RESULTS.c.request_id == REQUESTS.c.id)
+            .where(REQUESTS.c.id.in_([row.example_id for row in rows]))
+        )
+    }
+    return [
+        FailureCount(
+            code=row.error_code,
+            count=row.lines,
+            example_line=examples[row.example_id].line,
+            example_message=examples[row.example_id].error_message,
+        )
+        for row in rows
+    ]
+
+
+def latency_percentiles(
+    connection: Connection,
+    batch_id: int,
+    measures: Sequence[str] = ("queue_s", "time_to_first_token_s", "total_s"),
+) -> dict[str, Percentiles]:
+    """Exact percentiles (nearest rank) over a batch's completed attempts; a measure that none has is left out."""
+    found: dict[str, Percentiles] = {}
+    for measure in measures:
+        column = ATTEMPTS.c[measure]
+        ranked = (
+            select(column.label("value"), func.row_number().over(order_by=column).label("rank"))
+            .join_from(REQUESTS, ATTEMPTS, ATTEMPTS.c.request_id == REQUESTS.c.id)
+            .where(REQUESTS.c.batch_id == batch_id, ATTEMPTS.c.outcome == "completed", column.is_not(None))
+        )
+        count = connection.execute(select(func.count()).select_from(ranked.subquery())).scalar_one()
+        if count == 0:
+            continue
+        ranks = {percent: max(1, -(-count * percent // 100)) for percent in (50, 90, 95, 99, 100)}
+        ranked_rows = ranked.subquery()
+        values = dict(
+            connection.execute(
+                select(ranked_rows.c.rank, ranked_rows.c.value).where(
+                    ranked_rows.c.rank.in_(sorted(set(ranks.values())))
+                )
+            )
+            .tuples()
+            .all()
+        )
+        found[measure] = Percentiles(count, *(values[ranks[percent]] for percent in (50, 90, 95, 99, 100)))
+    return found
+
+
+def throughput(connection: Connection, batch_id: int, since: float, until: float) -> Throughput:
+    """What a batch completed between two instants."""
+    row = connection.execute(
+        select(func.count(), func.sum(ATTEMPTS.c.prompt_tokens), func.sum(ATTEMPTS.c.completion_tokens))
+        .join_from(RESULTS, ATTEMPTS, ATTEMPTS.c.request_id == RESULTS.c.request_id)
+        .where(
+            RESULTS.c.batch_id == batch_id,
+            ATTEMPTS.c.outcome == "completed",
+            ATTEMPTS.c.finished_at >= since,
+            ATTEMPTS.c.finished_at < until,
+        )
+    ).one()
+    return Throughput(int(row[0]), int(row[1] or 0), int(row[2] or 0), until - since)
+
+
+def attempts_of(connection: Connection, request_id: int) -> list[Mapping[str, Any]]:
+    """Every attempt at a request, in order: columns of `storage.models.Attempt` -> values."""
+    rows = connection.execute(
+        select(ATTEMPTS).where(ATTEMPTS.c.request_id == request_id).order_by(ATTEMPTS.c.number, ATTEMPTS.c.id)
+    )
+    return [dict(row._mapping) for row in rows]
+
+
+# --- dispatch and sweep ------------------------------------------------------------------------------------------
+
+
+def dispatched_batches(connection: Connection) -> list[BatchRow]:
+    """Batches whose requests may be queued, the most urgent first."""
+    found = [batch for status in DISPATCHED_BATCHES for batch in open_batches(connection, status)]
+    return sorted(found, key=lambda batch: (-batch.priority, batch.id))
+
+
+def queued_by_model(connection: Connection) -> dict[str, int]:
+    """Model -> requests whose ids are in the queue."""
+    rows = connection.execute(
+        select(BATCHES.c.model, func.count())
+        .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
+        .where(_is(RequestStatus.QUEUED))
+        .group_by(BATCHES.c.model)
+    )
+    return dict(rows.tuples().all())
+
+
+def next_pending(connection: Connection, batch_id: int, limit: int) -> list[PendingRequest]:
+    """The next requests of a batch to queue: those with one prefix together, then in input order."""
+    rows = connection.execute(
+        select(REQUESTS.c.id, REQUESTS.c.line, REQUESTS.c.prefix_id)
+        .where(_is(RequestStatus.PENDING), REQUESTS.c.batch_id == batch_id)
+        .order_by(REQUESTS.c.prefix_id, REQUESTS.c.line)
+        .limit(limit)
+    )
+    return [PendingRequest(row.id, row.line, row.prefix_id) for row in rows]
+
+
+def has_pending(connection: Connection, batch_id: int) -> bool:
+    """Whether a batch has a request that waits to be queued."""
+    return bool(next_pending(connection, batch_id, 1))
+
+
+def queued_before(connection: Connection, instant: float, limit: int) -> list[tuple[int, str]]:
+    """Requests that have been in the queue since before an instant, the oldest first: (id, model)."""
+    rows = connection.execute(
+        select(REQUESTS.c.id, BATCHES.c.model)
+        .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
+        .where(_is(RequestStatus.QUEUED), REQUESTS.c.queued_at < instant)
+        .order_by(REQUESTS.c.queued_at)
+        .limit(limit)
+    )
+    return [(row.id, row.model) for row in rows]
+
+
+def finishable_batches(connection: Connection) -> list[tuple[int, BatchStatus]]:
+    """Batches whose counters say that they may be at their end, and those being cancelled: (id, status)."""
+    rows = connection.execute(
+        select(BATCHES.c.id, BATCHES.c.status)
+        .where(
+            OPEN_BATCH,
+            IS_FINISHABLE,
+        )
+        .order_by(BATCHES.c.id)
+    )
+    return [(row.id, BatchStatus(row.status)) for row in rows]
+
+
+def overdue_leases(connection: Connection, now: float) -> int:
+    """Running requests whose lease has run out."""
+    return int(
+        connection.execute(
+            select(func.count()).where(_is(RequestStatus.RUNNING), REQUESTS.c.lease_expires_at < now)
+        ).scalar_one()
+    )
+
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+def live_workers(
+    connection: Connection, now: float, *, model: str | None = None, seen_s: float = WORKER_SEEN_S
+) -> list[WorkerRow]:
+    """Workers that are ready and were seen within the last `seen_s` seconds."""
+    statement = select(WORKERS).where(
+        WORKERS.c.status == WorkerStatus.READY.value, WORKERS.c.last_seen_at > now - seen_s
+    )
+    if model is not None:
+        statement = statement.where(WORKERS.c.model == model)
+    return [_worker(row) for row in connection.execute(statement.order_by(WORKERS.c.name))]
+
+
+def list_workers(connection: Connection, *, since: float) -> list[WorkerRow]:
+    """Workers of any status seen since an instant, by name."""
+    statement = select(WORKERS).where(WORKERS.c.last_seen_at >= since).order_by(WORKERS.c.name)
+    return [_worker(row) for row in connection.execute(statement)]
+
+
+def find_worker(connection: Connection, name: str) -> WorkerRow | None:
+    row = connection.execute(select(WORKERS).where(WORKERS.c.name == name)).first()
+    return None if row is None else _worker(row)
+
+
+# --- rows to values ----------------------------------------------------------------------------------------------
+
+
+def _is(status: RequestStatus) -> Any:
+    """Spelled out, not as a parameter: only so do the partial indexes apply."""
+    return REQUESTS.c.status == literal(status.value, literal_execute=True)
+
+
+def _batch(row: Any) -> BatchRow | None:
+    return None if row is None else BatchRow(**_batch_values(row))
+
+
+def _batch_values(row: Any) -> dict[str, Any]:
+    values = dict(row._mapping)
+    values["status"] = BatchStatus(values["status"])
+    return values
+
+
+def _result(row: Any) -> ResultRow:
+    values = dict(row._mapping)
+    values["status"] = RequestStatus(values["status"])
+    return ResultRow(**values)
+
+
+def _worker(row: Any) -> WorkerRow:
+    values = dict(row._mapping)
+    del values["id"]
+    values["status"] = WorkerStatus(values["status"])
+    return WorkerRow(**values)

@@ -1,0 +1,1 @@
+"""Execute jobs: models, tokenizer, engine, Celery tasks."""

@@ -1,0 +1,242 @@
+"""A claimed request → what the engine is asked; what the engine answered → the response body and the attempt's record.
+
+Text lives here, token ids live in the engine. Everything that can be wrong with one request is found here and fails
+that request alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from jobs import protocol
+from jobs.protocol import Body, ChatBody, Choice, CompletionBody, Endpoint, TokenLogprob, Usage
+from storage.errors import InvalidRequest, PromptmillError
+from storage.models import RequestStatus
+from storage.transitions import AttemptRecord, ClaimedRequest, RequestOutcome
+from workers.engine.request import Completion, GenerationRequest, SamplingParameters, TokenLogprobs
+from workers.tokenizer import StopStrings, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What this worker runs: the model's name as lines write it, what made the answer, and its bounds."""
+
+    model: str
+    artifact_digest: str
+    device: str
+    context_length: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request ready for the engine: one generation for each of its `n` choices."""
+
+    claimed: ClaimedRequest
+    endpoint: Endpoint
+    generations: tuple[GenerationRequest, ...]
+    stops: tuple[StopStrings | None, ...]
+    claimed_at: float  # monotonic seconds
+    tokenize_s: float
+    parameters: str  # JSON, for the attempt's record
+
+
+def prepare(
+    claimed: ClaimedRequest, prefix: str, tokenizer: Tokenizer, served: Served, claimed_at: float
+) -> PreparedRequest:
+    """Read a request's body, tokenize its prompt, check it against the model's bounds.
+
+    prefix: the shared text its prompt begins with, or "". claimed_at: monotonic seconds, where its latency begins.
+    Raises InvalidRequest with what is wrong with this request.
+    """
+    started = time.monotonic()
+    endpoint = Endpoint(claimed.endpoint)
+    body = protocol.load_body(endpoint, claimed.body, prefix)
+    if body.model is not None and body.model != served.model:
+        raise protocol.model_not_found(body.model, served.model)
+    prompt = _tokenize(body, tokenizer, served)
+    wanted = body.sampling()
+    if not prompt:
+        raise protocol.empty_prompt("messages" if endpoint is Endpoint.CHAT else "prompt")
+    if len(prompt) >= served.context_length:
+        raise protocol.context_length_exceeded(len(prompt), served.context_length)
+    room = served.context_length - len(prompt)
+    if wanted.max_tokens is not None and wanted.max_tokens > room:
+        raise protocol.max_tokens_exceeds_context(wanted.max_tokens, len(prompt), served.context_length)
+    for token_id in wanted.logit_bias:
+        if token_id >= served.vocab_size:
+            raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "logit_bias")
+    seed = wanted.seed if wanted.seed is not None else _derive_seed("request", claimed.id)
+    parameters = SamplingParameters(
+        max_tokens=wanted.max_tokens or room,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        seed=seed,
+        frequency_penalty=wanted.frequency_penalty,
+        presence_penalty=wanted.presence_penalty,
+        logit_bias=tuple(wanted.logit_bias.items()),
+        logprobs=wanted.logprobs,
+        ignore_eos=wanted.ignore_eos,
+    )
+    stops = tuple(StopStrings(tokenizer, wanted.stop) if wanted.stop else None for _ in range(wanted.n))
+    generations = tuple(
+        GenerationRequest(
+            prompt_token_ids=prompt,
+            sampling=parameters if choice == 0 else _reseed(parameters, choice),
+            on_token=stop.push if stop else None,
+        )
+        for choice, stop in enumerate(stops)
+    )
+    record = {**asdict(parameters), "logit_bias": dict(parameters.logit_bias), "stop": wanted.stop, "n": wanted.n}
+    return PreparedRequest(
+        claimed=claimed,
+        endpoint=endpoint,
+        generations=generations,
+        stops=stops,
+        claimed_at=claimed_at,
+        tokenize_s=time.monotonic() - started,
+        parameters=protocol.dump_json(record),
+    )
+
+
+def answer(
+    prepared: PreparedRequest,
+    completions: Sequence[Completion],
+    tokenizer: Tokenizer,
+    served: Served,
+    *,
+    submitted_at: float,
+    now: float,
+) -> RequestOutcome:
+    """Turn the completions of a request's choices into its result.
+
+    submitted_at: monotonic seconds when the engine was given the request. now: database time, for `created`.
+    """
+    choices = [
+        Choice(
+            text=_text(completion, stop, prepared.endpoint, tokenizer),
+            finish_reason=completion.finish_reason.value,
+            logprobs=_logprobs(completion.logprobs, tokenizer),
+        )
+        for completion, stop in zip(completions, prepared.stops, strict=True)
+    ]
+    first = completions[0]
+    usage = Usage(
+        prompt_tokens=first.prompt_tokens,
+        completion_tokens=sum(len(completion.completion_token_ids) for completion in completions),
+        cached_tokens=first.cached_tokens,
+    )
+    response = protocol.render_response(
+        prepared.endpoint,
+        id=f"{prepared.claimed.id:x}",
+        created=int(now),
+        model=served.model,
+        choices=choices,
+        usage=usage,
+        system_fingerprint=f"fp_{served.artifact_digest[:12]}",
+    )
+    offset_s = submitted_at - prepared.claimed_at
+    slowest = max(completions, key=lambda completion: sum(asdict(completion.times).values()))
+    first_token_s = min(completion.times.wait_s + completion.times.prefill_s for completion in completions)
+    claimed = prepared.claimed
+    record = AttemptRecord(
+        device=served.device,
+        artifact_digest=served.artifact_digest,
+        parameters=prepared.parameters,
+        finish_reason=first.finish_reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        mean_batch_size=sum(completion.mean_batch_size for completion in completions) / len(completions),
+        queue_s=_queue_s(claimed),
+        tokenize_s=prepared.tokenize_s,
+        wait_s=first.times.wait_s,
+        prefill_s=first.times.prefill_s,
+        time_to_first_token_s=offset_s + first_token_s,
+        decode_s=slowest.times.decode_s,
+        total_s=offset_s + slowest.times.wait_s + slowest.times.prefill_s + slowest.times.decode_s,
+    )
+    return RequestOutcome(
+        request_id=claimed.id,
+        batch_id=claimed.batch_id,
+        attempt_number=claimed.attempt,
+        status=RequestStatus.COMPLETED,
+        status_code=200,
+        response=protocol.dump_json(response),
+        record=record,
+    )
+
+
+def refusal(claimed: ClaimedRequest, error: PromptmillError, served: Served) -> RequestOutcome:
+    """Turn an error that is this request's own into its result."""
+    return RequestOutcome(
+        request_id=claimed.id,
+        batch_id=claimed.batch_id,
+        attempt_number=claimed.attempt,
+        status=RequestStatus.FAILED,
+        status_code=400 if isinstance(error, InvalidRequest) else 500,
+        response=protocol.dump_json(protocol.render_error_body(error)),
+        error_code=error.code,
+        error_message=error.message,
+        record=AttemptRecord(
+            device=served.device, artifact_digest=served.artifact_digest, queue_s=_queue_s(claimed)
+        ),
+    )
+
+
+def _tokenize(body: Body, tokenizer: Tokenizer, served: Served) -> list[int]:
+    if isinstance(body, ChatBody):
+        return tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
+    assert isinstance(body, CompletionBody)
+    if isinstance(body.prompt, str):
+        return tokenizer.encode(body.prompt)
+    for token_id in body.prompt:
+        if token_id >= served.vocab_size:
+            raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "prompt")
+    return list(body.prompt)
+
+
+def _text(completion: Completion, stop: StopStrings | None, endpoint: Endpoint, tokenizer: Tokenizer) -> str:
+    if stop is None:
+        stop = StopStrings(tokenizer, ())
+        for token_id in completion.completion_token_ids:
+            stop.push(token_id)
+    # A completion goes on from its prompt, its first space included; a chat answer begins a text of its own.
+    is_chat = endpoint is Endpoint.CHAT and tokenizer.adds_space_prefix
+    return stop.text.removeprefix(" ") if is_chat else stop.text
+
+
+def _logprobs(steps: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...] | None:
+    if steps is None:
+        return None
+    return tuple(
+        TokenLogprob(
+            *_shown(step.token_id, step.logprob, tokenizer),
+            alternatives=tuple(TokenLogprob(*_shown(token, value, tokenizer)) for token, value in step.top),
+        )
+        for step in steps
+    )
+
+
+def _shown(token_id: int, logprob: float, tokenizer: Tokenizer) -> tuple[str, float, bytes]:
+    utf8 = tokenizer.token_bytes(token_id)
+    return utf8.decode("utf-8", errors="replace"), logprob, utf8
+
+
+def _queue_s(claimed: ClaimedRequest) -> float | None:
+    return None if claimed.queued_at is None else max(0.0, claimed.claimed_at - claimed.queued_at)
+
+
+def _reseed(parameters: SamplingParameters, choice: int) -> SamplingParameters:
+    values = asdict(parameters) | {"seed": _derive_seed(parameters.seed, choice)}
+    return SamplingParameters(**values)
+
+
+def _derive_seed(*parts: object) -> int:
+    """A seed that a second attempt derives again, so that a retry after a crash gives the same answer."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

@@ -1,0 +1,209 @@
+"""A worker process's life: register, load the model, warm up, consume, renew leases, drain, stop.
+
+It consumes nothing before the engine is warm. On SIGTERM (or when the process that started it is gone) it takes no
+more chunks, finishes what it can within `drain_s`, hands the rest back and leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+from celery import signals
+
+from jobs.queue import make_app, queue_names
+from jobs.settings import Settings
+from storage.database import Database, open_database, upgrade_schema
+from storage.errors import PromptmillError, StorageError
+from storage.models import WorkerStatus
+from storage.transitions import NewWorker, register_worker, retire_worker, update_worker
+from workers.answers import Served
+from workers.engine.engine import Engine
+from workers.engine.opening import open_engine
+from workers.leases import LeaseKeeper
+from workers.models.artifact import Artifact, load_artifact
+from workers.recorder import Recorder
+from workers.tasks import WorkerContext, register_tasks
+from workers.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+# Chunks in flight beyond those that fill the slots: while one waits for its slowest prompt, the next keep rows busy.
+SPARE_CHUNKS = 2
+# Start-up progress is written to the database at most this often.
+PROGRESS_PAUSE_S = 0.25
+# After the grace budget, handing back must not take longer than this; then the process ends and the leases run out.
+HAND_BACK_S = 10.0
+
+
+def run_worker(settings: Settings, artifact_path: Path, model: str | None = None, parent_pid: int | None = None) -> int:
+    """Be a worker until told to stop. Returns the process's exit code.
+
+    model: the name that lines use, by default the artifact's. parent_pid: drain when that process is gone.
+    Raises PromptmillError when it cannot start; the worker's row then says why.
+    """
+    with open_database(settings.database.url) as database:
+        upgrade_schema(database)
+        artifact = load_artifact(artifact_path, check_digests=True)
+        host = socket.gethostname()
+        name = f"cpu@{host}-{os.getpid()}"
+        served_name = model or artifact.model
+        introduction = NewWorker(
+            name=name, host=host, pid=os.getpid(), model=served_name, artifact_digest=artifact.digest, device="cpu"
+        )
+        with database.write() as connection:
+            register_worker(connection, introduction, database.now())
+        structlog.contextvars.bind_contextvars(worker=name)
+        try:
+            engine = open_engine(artifact, settings.engine, _progress(database, name))
+            code = _consume(settings, database, artifact, engine, name, served_name, parent_pid)
+        except PromptmillError as error:
+            _retire(database, name, WorkerStatus.FAILED, error.message)
+            raise
+        except BaseException as error:
+            _retire(database, name, WorkerStatus.FAILED, f"{type(error).__name__}: {error}")
+            raise
+        _retire(database, name, WorkerStatus.STOPPED, None)
+        return code
+
+
+def _consume(
+    settings: Settings,
+    database: Database,
+    artifact: Artifact,
+    engine: Engine,
+    name: str,
+    served_name: str,
+    parent_pid: int | None,
+) -> int:
+    app = make_app(settings.queue)
+    served = Served(
+        model=served_name,
+        artifact_digest=artifact.digest,
+        device="cpu",
+        context_length=engine.context_length,
+        vocab_size=artifact.description.vocab_size,
+    )
+    drain = _Drain(engine, settings.worker.drain_s)
+
+    def look_around() -> None:
+        if parent_pid is not None and os.getppid() != parent_pid:
+            log.warning("parent_gone", parent=parent_pid)
+            os.kill(os.getpid(), signal.SIGTERM)
+        status = engine.status()
+        age = time.monotonic() - status.last_step_at
+        if not status.is_alive and not drain.has_begun:
+            log.critical("engine_gone")
+            os._exit(70)
+        if status.running and age > settings.engine.watchdog_s:
+            # Native code that hangs cannot be interrupted; the leases run out and others take the requests.
+            log.critical("engine_stuck", seconds=round(age), limit=settings.engine.watchdog_s)
+            os._exit(70)
+
+    leases = LeaseKeeper(database, name, settings.worker.lease_s, look_around)
+    with Recorder(database, name) as recorder:
+        context = WorkerContext(
+            name=name,
+            app=app,
+            database=database,
+            queue=settings.queue,
+            engine=engine,
+            tokenizer=Tokenizer(artifact),
+            served=served,
+            recorder=recorder,
+            leases=leases,
+        )
+        register_tasks(context)
+        worker = app.Worker(
+            hostname=name,
+            pool="threads",
+            concurrency=math.ceil(engine.max_batch_size / settings.queue.chunk_size) + SPARE_CHUNKS,
+            queues=list(queue_names(served_name)),
+            loglevel="WARNING",
+            without_gossip=True,
+            without_mingle=True,
+        )
+
+        def announce(**_: object) -> None:
+            with database.write() as connection:
+                update_worker(
+                    connection,
+                    name,
+                    database.now(),
+                    status=WorkerStatus.READY,
+                    max_batch_size=engine.max_batch_size,
+                )
+            log.info("worker_ready", model=served_name, slots=engine.max_batch_size, context=engine.context_length)
+
+        signals.worker_ready.connect(announce, weak=False)
+        signals.worker_shutting_down.connect(drain.begin, weak=False)
+        try:
+            worker.start()
+        finally:
+            signals.worker_ready.disconnect(announce)
+            signals.worker_shutting_down.disconnect(drain.begin)
+            engine.close()
+    leases.close()
+    log.info("worker_stopped", exit_code=worker.exitcode or 0)
+    return int(worker.exitcode or 0)
+
+
+class _Drain:
+    """What happens between SIGTERM and the end: a grace budget, then what is unfinished is handed back."""
+
+    def __init__(self, engine: Engine, grace_s: float) -> None:
+        self._engine = engine
+        self._grace_s = grace_s
+        self._begun = threading.Event()
+
+    @property
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    def begin(self, **_: object) -> None:
+        """Called inside a signal handler: only start the thread that does the work."""
+        if not self._begun.is_set():
+            self._begun.set()
+            threading.Thread(target=self._run, name="drain", daemon=True).start()
+
+    def _run(self) -> None:
+        log.info("worker_draining", grace_s=self._grace_s)
+        until = time.monotonic() + self._grace_s
+        status = self._engine.status()
+        while time.monotonic() < until and (status.running or status.waiting):
+            time.sleep(0.05)
+            status = self._engine.status()
+        self._engine.close()
+        time.sleep(HAND_BACK_S)
+        log.error("drain_overdue", seconds=HAND_BACK_S)
+        os._exit(75)
+
+
+def _progress(database: Database, name: str) -> Callable[[str, int, int], None]:
+    """Report start-up in the worker's row, so that whoever waits can show it. It doubles as a sign of life."""
+    last = 0.0
+
+    def report(doing: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last < PROGRESS_PAUSE_S and done < total:
+            return
+        last = time.monotonic()
+        with database.write() as connection:
+            update_worker(connection, name, database.now(), detail=f"{doing} {done}/{total}")
+
+    return report
+
+
+def _retire(database: Database, name: str, status: WorkerStatus, detail: str | None) -> None:
+    try:
+        with database.write() as connection:
+            retire_worker(connection, name, database.now(), status=status, detail=detail)
+    except StorageError as error:
+        log.warning("worker_not_retired", code=error.code, reason=error.message)
