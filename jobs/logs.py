@@ -48,6 +48,8 @@ def set_up_logs(process: str, *, level: Level = "info", file: Path | None = None
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
+        if isinstance(old.formatter, structlog.stdlib.ProcessorFormatter):
+            old.close()  # one of ours, from an earlier call
     for handler in handlers or [logging.NullHandler()]:
         root.addHandler(handler)
     root.setLevel(level.upper())

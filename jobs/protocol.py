@@ -517,7 +517,7 @@ def refuse_nul(body: GenerationBody) -> None:
     texts: list[tuple[str, str]] = []
     if isinstance(body, ChatBody):
         texts += [(f"messages[{i}].content", message.content) for i, message in enumerate(body.messages)]
-    elif isinstance(body, CompletionBody) and isinstance(body.prompt, str):
+    elif isinstance(body, CompletionBody | PlainPromptLine) and isinstance(body.prompt, str):
         texts.append(("prompt", body.prompt))
     texts += [(f"stop[{i}]", text) for i, text in enumerate(body.stop or ())]
     for param, text in texts:

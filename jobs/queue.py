@@ -31,7 +31,7 @@ SOCKET_TIMEOUT_S = 30
 # Messages looked at by `waiting_ids`; dispatch keeps far fewer in the queue.
 MOST_MESSAGES = 20_000
 
-URL_SCHEMES = ("redis", "rediss", "redis+socket", "sentinel")
+URL_SCHEMES = ("redis", "rediss", "redis+socket")
 # Where kombu keeps messages that a worker has received and not yet acknowledged (for all queues of one Redis database).
 _UNACKED = "unacked"
 
@@ -80,7 +80,7 @@ def make_app(settings: QueueSettings) -> Celery:
     if scheme not in URL_SCHEMES:
         raise SettingsError(
             f"PROMPTMILL_QUEUE_URL begins with {scheme[:20]!r}; wanted: redis://host:6379/0, rediss://, "
-            "redis+socket:///path or sentinel://"
+            "or redis+socket:///path"
         )
     app = Celery("promptmill", broker=settings.url, set_as_current=False)
     app.conf.update(

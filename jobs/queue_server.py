@@ -127,6 +127,8 @@ class QueueServer:
         if found == "ours":
             return False
         path.unlink(missing_ok=True)  # what a killed server left behind
+        if self._process is not None:
+            self._process.poll()  # its former process, if it was ours: let the system forget it
         binary = find_server()
         try:
             self._process = _start(binary, self._settings, path)

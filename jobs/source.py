@@ -209,7 +209,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 def _too_long(size: int, bound: int) -> InvalidRequest:
     return InvalidRequest(
-        f"the line has {size:,} bytes, which exceeds {bound:,}; split it, or raise the bound with --max-line-bytes",
+        f"the line has {size:,} bytes, which exceeds {bound:,}; is it a file without newlines? split it",
         code="line_too_long",
     )
 

@@ -12,12 +12,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection
-
 from jobs.inputs import InputLine, InputOptions, InputReader
 from jobs.source import InputError, Source
 from storage import queries, transitions
-from storage.database import Database
+from storage.database import Connection, Database
 from storage.errors import StorageError
 from storage.models import BatchStatus
 from storage.queries import BatchRow

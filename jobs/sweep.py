@@ -1,6 +1,7 @@
 """The periodic pass: overdue leases, lost messages, cancelled and finished batches, a dry queue.
 
-Any number of processes may run it; each step is a short transaction that does nothing when it was done already.
+Any number of processes may run it; each step is a short transaction that does nothing when it was done already. What
+one pass leaves, the next one takes up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from storage.models import BatchStatus
 LOST_AFTER_S = 30.0
 # Rows for one step, so that no transaction holds the write lock for long.
 STEP_ROWS = 2000
+# Steps of one kind in a pass, a second or so: a million cancelled rows must not keep the queue from being filled.
+MOST_STEPS = 25
 
 log = structlog.get_logger(__name__)
 
@@ -58,12 +61,9 @@ def _expire_leases(database: Database, now: float) -> int:
     with database.read() as connection:
         overdue = queries.overdue_leases(connection, now)
     expired = 0
-    while expired < overdue:
+    for _ in range(min(MOST_STEPS, -(-overdue // STEP_ROWS))):
         with database.write() as connection:
-            ids = transitions.expire_leases(connection, now, STEP_ROWS)
-        if not ids:
-            break  # somebody else was faster
-        expired += len(ids)
+            expired += len(transitions.expire_leases(connection, now, STEP_ROWS))
     if expired:
         log.warning("leases_expired", requests=expired)
     return expired
@@ -74,7 +74,7 @@ def _cancel(database: Database, now: float) -> int:
         batches = queries.open_batches(connection, BatchStatus.CANCELLING)
     cancelled = 0
     for batch in batches:
-        while True:
+        for _ in range(MOST_STEPS):
             with database.write() as connection:
                 step = transitions.cancel_requests(connection, batch.id, now, STEP_ROWS)
             cancelled += step

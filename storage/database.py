@@ -8,6 +8,7 @@ password, a statement never with its parameters (they hold prompts).
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 import time
@@ -28,6 +29,8 @@ SCHEMA_REVISION = "0001"
 
 # How long a writer waits for another one. Our write transactions last milliseconds; 30 s outlives a backup's lock.
 BUSY_TIMEOUT_S = 30.0
+# Idle for longer than this, a Postgres connection is tried out before it is used.
+PING_AFTER_S = 1.0
 # Every 30 s the offset between this host's steady clock and the database server's clock is measured anew.
 CLOCK_REFRESH_S = 30.0
 # Any fixed numbers: they name our two advisory locks among all those of one Postgres database.
@@ -51,8 +54,12 @@ class Database:
         self._clock: tuple[float, float] | None = None  # (measured at, database time minus steady clock)
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """One write transaction: committed at the end of the block, rolled back when it raises."""
+    def write(self, *, durable: bool = True) -> Iterator[Connection]:
+        """One write transaction: committed at the end of the block, rolled back when it raises.
+
+        durable False: do not wait for Postgres's disk. A crash of the server may then undo the transaction, with the
+        later ones that did not wait either; right for claims and leases, which are made anew, wrong for results.
+        """
         if self.is_sqlite:
             if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
                 raise _busy(self.shown_url)
@@ -63,6 +70,8 @@ class Database:
                 self._writer.release()
         else:
             with self._transaction(write=True) as connection:
+                if not durable:
+                    connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
                 yield connection
 
     @contextmanager
@@ -71,7 +80,9 @@ class Database:
         with self._transaction(write=False) as connection:
             yield connection
 
-    def retry(self, work: Callable[[Connection], _Returned], *, patience_s: float = 60.0) -> _Returned:
+    def retry(
+        self, work: Callable[[Connection], _Returned], *, durable: bool = True, patience_s: float = 60.0
+    ) -> _Returned:
         """Run `work` in a write transaction, again after retryable errors, until it passes or `patience_s` is over.
 
         The transitions may be repeated: one whose commit went through although its reply was lost changes nothing
@@ -81,7 +92,7 @@ class Database:
         pause_s = 0.05
         while True:
             try:
-                with self.write() as connection:
+                with self.write(durable=durable) as connection:
                     return work(connection)
             except StorageError as error:
                 if not error.retryable or time.monotonic() + pause_s > deadline:
@@ -300,13 +311,12 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 def _postgres_engine(url: URL, shown: str) -> Engine:
     try:
-        return create_engine(
+        engine = create_engine(
             url,
             hide_parameters=True,
             pool_size=8,
             max_overflow=32,
             pool_timeout=BUSY_TIMEOUT_S,
-            pool_pre_ping=True,  # a server restart costs a reconnect, not a failed transaction
             connect_args={
                 "connect_timeout": 10,
                 "application_name": "promptmill",
@@ -322,6 +332,23 @@ def _postgres_engine(url: URL, shown: str) -> Engine:
             f"database {shown} needs the Postgres driver; install it with: pip install 'promptmill[postgres]'",
             code="database_driver_missing",
         ) from error
+
+    # A connection that has lain idle is tried before it is used, so that a restarted server costs a quiet reconnect.
+    # Trying each time (SQLAlchemy's own pre-ping) would cost a round trip for every transaction.
+    @event.listens_for(engine, "checkin")
+    def note(_dbapi_connection: object, record: Any) -> None:
+        record.info["returned_at"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def try_out(dbapi_connection: Any, record: Any, _proxy: object) -> None:
+        if time.monotonic() - record.info.get("returned_at", math.inf) > PING_AFTER_S:
+            try:
+                dbapi_connection.execute("SELECT 1")
+                dbapi_connection.rollback()
+            except Exception as error:
+                raise exc.DisconnectionError from error
+
+    return engine
 
 
 def _busy(shown: str) -> StorageError:
@@ -413,10 +440,3 @@ def _explain_postgres(said: str, sqlstate: str, shown: str, error: exc.DBAPIErro
             retryable=True,
         )
     return StorageError(f"database {shown}: {said}", code="database_error")
-
-
-def rowcount(result: Any) -> int:
-    """Rows that a statement changed, over all its parameter sets."""
-    count: int = result.rowcount
-    assert count >= 0, "the driver did not count"
-    return count

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, Table, bindparam, exists, insert, literal, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from storage.database import rowcount
+from storage.bulk import insert_rows, one_of, storable
 from storage.errors import StorageError
 from storage.models import (
     Attempt,
@@ -196,8 +195,8 @@ def create_batch(connection: Connection, batch: NewBatch, now: float) -> int:
 
 def save_prefix(connection: Connection, text: str) -> int:
     """Keep a text that many prompts begin with. Returns its id, the same for the same text."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    connection.execute(_insert_new(connection, PREFIXES, "sha256"), {"sha256": digest, "text": text})
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    insert_rows(connection, PREFIXES, [{"sha256": digest, "text": text}], unless=("sha256",))
     return int(connection.execute(select(PREFIXES.c.id).where(PREFIXES.c.sha256 == digest)).scalar_one())
 
 
@@ -208,25 +207,20 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
     the break.
     """
     added = 0
-    statement = _insert_new(connection, REQUESTS, "batch_id", "line")
     for part in _parts(requests):
-        added += rowcount(
-            connection.execute(
-                statement,
-                [
-                    {
-                        "batch_id": batch_id,
-                        "line": request.line,
-                        "custom_id": request.custom_id,
-                        "status": "pending",
-                        "prefix_id": request.prefix_id,
-                        "body": request.body,
-                        "attempt": 0,
-                    }
-                    for request in part
-                ],
-            )
-        )
+        rows = [
+            {
+                "batch_id": batch_id,
+                "line": request.line,
+                "custom_id": request.custom_id,
+                "status": "pending",
+                "prefix_id": request.prefix_id,
+                "body": request.body,
+                "attempt": 0,
+            }
+            for request in part
+        ]
+        added += insert_rows(connection, REQUESTS, rows, unless=("batch_id", "line"))
     if added:
         _count(connection, batch_id, {"total_requests": added}, only_in=BatchStatus.VALIDATING)
     return added
@@ -246,8 +240,9 @@ def refuse_lines(connection: Connection, batch_id: int, lines: Sequence[RefusedL
         new = {line.line: line for line in part if line.line not in there}
         if not new:
             continue
-        connection.execute(
-            insert(REQUESTS),
+        insert_rows(
+            connection,
+            REQUESTS,
             [
                 {
                     "batch_id": batch_id,
@@ -262,8 +257,9 @@ def refuse_lines(connection: Connection, batch_id: int, lines: Sequence[RefusedL
         ids = connection.execute(
             select(REQUESTS.c.id, REQUESTS.c.line).where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line.in_(new))
         )
-        connection.execute(
-            insert(RESULTS),
+        insert_rows(
+            connection,
+            RESULTS,
             [
                 {
                     "request_id": request_id,
@@ -292,7 +288,8 @@ def start_batch(connection: Connection, batch_id: int, now: float) -> None:
 
 def fail_batch(connection: Connection, batch_id: int, code: str, message: str, now: float) -> None:
     """The input as a whole is unusable: validating -> failed. Lines written so far will not run."""
-    _move_batch(connection, batch_id, BatchStatus.FAILED, now, failed_at=now, error_code=code, error_message=message)
+    told = {"error_code": code, "error_message": storable(message)}
+    _move_batch(connection, batch_id, BatchStatus.FAILED, now, failed_at=now, **told)
 
 
 # --- into the queue ----------------------------------------------------------------------------------------------
@@ -308,7 +305,7 @@ def queue_requests(connection: Connection, ids: Collection[int], now: float) -> 
 
 def unqueue_requests(connection: Connection, ids: Collection[int]) -> int:
     """queued -> pending: publishing failed, or the message was lost. Returns how many moved."""
-    return sum(rowcount(connection.execute(_UNQUEUE, {"ids": part})) for part in _parts(sorted(ids)))
+    return sum(_rowcount(connection.execute(_UNQUEUE, {"ids": part})) for part in _parts(sorted(ids)))
 
 
 # --- a worker has them -------------------------------------------------------------------------------------------
@@ -403,6 +400,12 @@ def expire_leases(connection: Connection, now: float, limit: int = STATEMENT_ROW
     return _give_back(connection, rows, AttemptOutcome.ABANDONED, now, None, None)
 
 
+def abandon_worker(connection: Connection, worker: str, now: float) -> list[int]:
+    """running -> pending for all that a worker holds, known to be dead, without waiting for its leases. Returns ids."""
+    rows = connection.execute(_OF_WORKER, {"owner": worker}).all()
+    return _give_back(connection, rows, AttemptOutcome.ABANDONED, now, None, None)
+
+
 # --- a batch ends ------------------------------------------------------------------------------------------------
 
 
@@ -434,8 +437,9 @@ def cancel_requests(connection: Connection, batch_id: int, now: float, limit: in
             ).scalars()
     for part in _parts(ids):
         connection.execute(update(REQUESTS).where(REQUESTS.c.id.in_(part)).values(status=RequestStatus.CANCELLED.value))
-        connection.execute(
-            insert(RESULTS),
+        insert_rows(
+            connection,
+            RESULTS,
             [
                 {
                     "request_id": request_id,
@@ -526,6 +530,12 @@ def _is(status: RequestStatus) -> Any:
     return REQUESTS.c.status == literal(status.value, literal_execute=True)
 
 
+def _stands_at(*statuses: RequestStatus) -> Any:
+    """The same as a check of rows found by id. `|| ''` keeps Postgres, whose statistics lag behind a queue's rapid
+    changes, from finding all rows of that status instead."""
+    return REQUESTS.c.status.concat("").in_([status.value for status in statuses])
+
+
 OPEN_BATCH = BATCHES.c.status.in_(
     [
         literal(status.value, literal_execute=True)
@@ -538,7 +548,7 @@ IS_FINISHABLE = or_(
     & (BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests),
     BATCHES.c.status == BatchStatus.CANCELLING.value,
 )
-_IDS = REQUESTS.c.id.in_(bindparam("ids", expanding=True))
+_IDS = one_of(REQUESTS.c.id, "ids")
 _IS_DISPATCHED = BATCHES.c.status.in_([status.value for status in DISPATCHED_BATCHES])
 _CLAIM_COLUMNS = (REQUESTS.c.id, REQUESTS.c.attempt, REQUESTS.c.worker, REQUESTS.c.queued_at, REQUESTS.c.claimed_at)
 
@@ -558,8 +568,8 @@ _CLAIMABLE = (
     .where(
         _IDS,
         or_(
-            REQUESTS.c.status.in_([RequestStatus.PENDING.value, RequestStatus.QUEUED.value]),
-            (REQUESTS.c.status == RequestStatus.RUNNING.value) & (REQUESTS.c.lease_expires_at < bindparam("now")),
+            _stands_at(RequestStatus.PENDING, RequestStatus.QUEUED),
+            _stands_at(RequestStatus.RUNNING) & (REQUESTS.c.lease_expires_at < bindparam("now")),
         ),
         _IS_DISPATCHED,
     )
@@ -579,7 +589,13 @@ _TAKE = (
 )
 _HELD = (
     select(*_CLAIM_COLUMNS, REQUESTS.c.batch_id)
-    .where(_IDS, REQUESTS.c.status == RequestStatus.RUNNING.value, REQUESTS.c.worker == bindparam("owner"))
+    .where(_IDS, _stands_at(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
+    .order_by(REQUESTS.c.id)
+    .with_for_update()
+)
+_OF_WORKER = (
+    select(*_CLAIM_COLUMNS)
+    .where(_is(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
     .order_by(REQUESTS.c.id)
     .with_for_update()
 )
@@ -592,7 +608,7 @@ _OVERDUE = (
 )
 _RENEW = (
     update(REQUESTS)
-    .where(_IDS, REQUESTS.c.status == RequestStatus.RUNNING.value, REQUESTS.c.worker == bindparam("owner"))
+    .where(_IDS, _stands_at(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
     .values(lease_expires_at=bindparam("expires_at"))
     .returning(REQUESTS.c.id, REQUESTS.c.attempt)
 )
@@ -601,7 +617,7 @@ _QUEUE = (
     update(REQUESTS)
     .where(
         _IDS,
-        REQUESTS.c.status == RequestStatus.PENDING.value,
+        _stands_at(RequestStatus.PENDING),
         exists().where(BATCHES.c.id == REQUESTS.c.batch_id, _IS_DISPATCHED),
     )
     .values(status=RequestStatus.QUEUED.value, queued_at=bindparam("now"))
@@ -609,7 +625,7 @@ _QUEUE = (
 )
 _UNQUEUE = (
     update(REQUESTS)
-    .where(_IDS, REQUESTS.c.status == RequestStatus.QUEUED.value)
+    .where(_IDS, _stands_at(RequestStatus.QUEUED))
     .values(status=RequestStatus.PENDING.value, queued_at=None)
 )
 _GIVE_BACK = (
@@ -617,8 +633,6 @@ _GIVE_BACK = (
     .where(_IDS)
     .values(status=RequestStatus.PENDING.value, worker=None, queued_at=None, claimed_at=None, lease_expires_at=None)
 )
-_INSERT_ATTEMPTS = insert(ATTEMPTS)
-_INSERT_RESULTS = insert(RESULTS)
 
 
 def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: str, now: float) -> list[int]:
@@ -688,8 +702,8 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
         return []
     for status, ids in ended.items():
         connection.execute(_END, {"ids": ids, "new_status": status})
-    connection.execute(_INSERT_ATTEMPTS, attempts)
-    connection.execute(_INSERT_RESULTS, results)
+    insert_rows(connection, ATTEMPTS, attempts)
+    insert_rows(connection, RESULTS, results)
     for batch_id in sorted(sums):
         _count(connection, batch_id, sums[batch_id])
     return [result["request_id"] for result in results]
@@ -722,8 +736,9 @@ def _write_attempts(
     error_message: str | None = None,
 ) -> None:
     """Write down attempts of which nothing was measured; the rows still name their owner."""
-    connection.execute(
-        insert(ATTEMPTS),
+    insert_rows(
+        connection,
+        ATTEMPTS,
         [
             {
                 "request_id": row.id,
@@ -752,7 +767,7 @@ def _count(
     )
     if only_in is not None:
         statement = statement.where(BATCHES.c.status == only_in.value)
-    if rowcount(connection.execute(statement)) != 1:
+    if _rowcount(connection.execute(statement)) != 1:
         raise IllegalMove(f"batch {batch_id} takes no more lines: it is {_batch_status(connection, batch_id)}")
 
 
@@ -762,7 +777,7 @@ def _move_batch(connection: Connection, batch_id: int, to: BatchStatus, now: flo
         .where(BATCHES.c.id == batch_id, BATCHES.c.status.in_([status.value for status in BATCH_MOVES[to]]))
         .values(status=to.value, **values)
     )
-    if rowcount(moved) != 1:
+    if _rowcount(moved) != 1:
         raise IllegalMove(f"batch {batch_id} is {_batch_status(connection, batch_id)}: it cannot become {to}")
 
 
@@ -774,18 +789,13 @@ def _batch_status(connection: Connection, batch_id: int) -> BatchStatus:
 
 
 def _has_open_requests(connection: Connection, batch_id: int) -> bool:
-    return any(
-        connection.execute(
-            select(literal(1)).where(exists().where(REQUESTS.c.batch_id == batch_id, _is(status)).correlate(None))
-        ).first()
-        for status in (RequestStatus.PENDING, RequestStatus.QUEUED, RequestStatus.RUNNING)
+    waiting = (
+        select(REQUESTS.c.id).where(_is(status), REQUESTS.c.batch_id == batch_id).limit(1)
+        for status in (RequestStatus.PENDING, RequestStatus.QUEUED)
     )
-
-
-def _insert_new(connection: Connection, table: Table, *conflict: str) -> Any:
-    """INSERT .. ON CONFLICT (...) DO NOTHING in this dialect."""
-    dialect_insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    return dialect_insert(table).on_conflict_do_nothing(index_elements=list(conflict))
+    # Through the partial index of what runs, which is little: `+ 0` keeps SQLite from walking through the whole batch.
+    running = select(REQUESTS.c.id).where(_is(RequestStatus.RUNNING), REQUESTS.c.batch_id + 0 == batch_id).limit(1)
+    return any(connection.execute(question).first() for question in (*waiting, running))
 
 
 def _refusal(line: RefusedLine) -> str:
@@ -800,3 +810,9 @@ def _refusal(line: RefusedLine) -> str:
 
 def _parts(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
     return [rows[start : start + STATEMENT_ROWS] for start in range(0, len(rows), STATEMENT_ROWS)]
+
+
+def _rowcount(result: Any) -> int:
+    count: int = result.rowcount
+    assert count >= 0, "the driver did not count"
+    return count

@@ -1,8 +1,8 @@
 """Chat messages → one prompt text, by the checkpoint's own Jinja template in a sandbox.
 
 The environment is the one the templates were written for (that of `transformers`): trimmed blocks, `raise_exception`,
-`strftime_now`, `tojson` without escapes, loop controls, `{% generation %}`. The template writes BOS itself where the model
-wants one. Templates come with downloaded checkpoints, so they run where they can reach nothing but the messages.
+`strftime_now`, `tojson` without escapes, loop controls, `{% generation %}`. The template writes BOS itself where the
+model wants one. Templates come with downloaded checkpoints, so they run where they can reach nothing but the messages.
 """
 
 import json

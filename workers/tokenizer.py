@@ -85,9 +85,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a chat. BOS is the template's business: it writes one where the model wants one."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
         return self.encode(text, add_bos=False)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -97,7 +95,7 @@ class Tokenizer:
         return text[1:] if self._encoder.adds_space_prefix and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes a token stands for; for a special token its name, for an id beyond the vocabulary nothing."""
+        """Return the bytes a token stands for: a special token's name, nothing for an id beyond the vocabulary."""
         table = self._encoder.token_bytes
         return table[token_id] if 0 <= token_id < len(table) else b""
 
@@ -186,7 +184,8 @@ class _JsonEncoder:
     def __init__(self, data: bytes) -> None:
         self._tokenizer = JsonTokenizer.from_buffer(data)
         value = json.loads(data)
-        to_bytes = _byte_level_bytes if _uses(value.get("decoder"), "ByteLevel") else _piece_bytes
+        is_byte_level = any(step.get("type") == "ByteLevel" for step in _steps(value.get("decoder")))
+        to_bytes = _byte_level_bytes if is_byte_level else _piece_bytes
         added = {int(token["id"]): token for token in value.get("added_tokens") or []}
         self.token_bytes = []
         for token_id in range(self._tokenizer.get_vocab_size(with_added_tokens=True)):
@@ -273,25 +272,16 @@ def _byte_characters() -> dict[str, int]:
 _BYTES_OF_CHARACTERS = _byte_characters()
 
 
-def _uses(step: Any, kind: str) -> bool:
-    """Whether a step of a tokenizer.json is of a kind, or a sequence with one that is."""
-    if not isinstance(step, dict):
-        return False
-    parts = [*(step.get("decoders") or []), *(step.get("normalizers") or []), *(step.get("pretokenizers") or [])]
-    return step.get("type") == kind or any(_uses(part, kind) for part in parts)
-
-
 def _prepends_space(value: Mapping[str, Any]) -> bool:
     """Whether encoding puts a space before the text, which decoding has to take away again."""
-    return _uses(value.get("decoder"), "Strip") or (
-        _uses(value.get("pre_tokenizer"), "Metaspace")
-        and not any(
-            step.get("prepend_scheme") == "never" for step in _steps(value.get("pre_tokenizer")) if "prepend_scheme" in step
-        )
-    )
+    metaspace = [step for step in _steps(value.get("pre_tokenizer")) if step.get("type") == "Metaspace"]
+    prepends = any(step.get("prepend_scheme", "always") != "never" for step in metaspace)
+    return prepends or any(step.get("type") == "Strip" for step in _steps(value.get("decoder")))
 
 
 def _steps(step: Any) -> list[dict[str, Any]]:
+    """A step of a tokenizer.json and, where it is a sequence, the steps it is made of."""
     if not isinstance(step, dict):
         return []
-    return [step, *(inner for part in step.get("pretokenizers") or [] for inner in _steps(part))]
+    parts = [*(step.get("decoders") or []), *(step.get("normalizers") or []), *(step.get("pretokenizers") or [])]
+    return [step, *(inner for part in parts for inner in _steps(part))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sqlite3
 import subprocess
@@ -29,9 +28,7 @@ def test_the_migrations_make_exactly_the_tables_of_the_models(database: Database
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Base.metadata) == []
         checks = {
-            check
-            for table in ("batches", "requests")
-            for check in _check_constraints(database, connection, table)
+            check for table in ("batches", "requests") for check in _check_constraints(database, connection, table)
         }
     assert checks == {"ck_batches_status", "ck_requests_status"}
 
@@ -50,8 +47,12 @@ def test_partial_indexes_are_partial_in_the_database_too(database: Database) -> 
         question = "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'"
     with database.read() as connection:
         partial = {name for name, sql in connection.execute(text(question)) if " where " in sql.lower()}
-    wanted = {index.name for table in Base.metadata.tables.values() for index in table.indexes
-              if index.dialect_kwargs.get("sqlite_where") is not None}
+    wanted = {
+        index.name
+        for table in Base.metadata.tables.values()
+        for index in table.indexes
+        if index.dialect_kwargs.get("sqlite_where") is not None
+    }
     assert partial == wanted
     assert "ix_requests_pending" in partial
 
@@ -112,7 +113,9 @@ def test_a_schema_newer_than_the_code_is_refused_by_name(database: Database) -> 
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     for call in (upgrade_schema, check_schema):
-        with pytest.raises(StorageError, match=f"schema 9999, this promptmill knows schemas up to {SCHEMA_REVISION}") as e:
+        with pytest.raises(
+            StorageError, match=f"schema 9999, this promptmill knows schemas up to {SCHEMA_REVISION}"
+        ) as e:
             call(database)
         assert e.value.code == "schema_too_new"
         assert "upgrade promptmill" in e.value.message
@@ -216,7 +219,10 @@ def test_a_url_that_will_not_do_is_refused_with_the_wanted_form(url: str, code: 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     path = tmp_path / "notes.db"
     path.write_text("Dear diary, " * 200)
-    with open_database(f"sqlite:///{path}") as database, pytest.raises(StorageError, match=r"notes\.db.*another kind") as e:
+    with (
+        open_database(f"sqlite:///{path}") as database,
+        pytest.raises(StorageError, match=r"notes\.db.*another kind") as e,
+    ):
         upgrade_schema(database)
     assert e.value.code == "not_a_database"
 
@@ -255,9 +261,8 @@ def test_a_read_only_database_is_told_by_its_error(sqlite_database: Database) ->
 
 
 def _expect_read_only(url: str) -> None:
-    with open_database(url) as database, pytest.raises(StorageError) as raised:
-        with database.write() as connection:
-            connection.execute(text("INSERT INTO prefixes (sha256, text) VALUES ('a', 'b')"))
+    with open_database(url) as database, pytest.raises(StorageError) as raised, database.write() as connection:
+        connection.execute(text("INSERT INTO prefixes (sha256, text) VALUES ('a', 'b')"))
     assert raised.value.code == "database_read_only"
 
 
@@ -332,8 +337,11 @@ def test_a_postgres_database_that_is_not_there_is_named(postgres_server: object)
     assert raised.value.code == "database_missing"
 
 
-def test_a_connection_that_postgres_cut_is_replaced(postgres_url: str, postgres_server: object) -> None:
-    """A restart of the server costs one failed transaction at most, not the process."""
+def test_an_idle_connection_that_postgres_cut_is_replaced(
+    postgres_url: str, postgres_server: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart of the server while nothing happens goes unnoticed."""
+    monkeypatch.setattr("storage.database.PING_AFTER_S", 0.0)
     with open_database(postgres_url) as database:
         with database.read() as connection:
             connection.execute(text("SELECT 1"))
@@ -345,11 +353,14 @@ def test_a_connection_that_postgres_cut_is_replaced(postgres_url: str, postgres_
 
 
 def test_a_connection_cut_in_the_middle_is_a_passing_error(postgres_url: str, postgres_server: object) -> None:
-    with open_database(postgres_url) as database, pytest.raises(StorageError) as raised:
-        with database.write() as connection:
-            connection.execute(text("SELECT 1"))
-            postgres_server.run(  # type: ignore[attr-defined]
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'promptmill'"
-            )
-            connection.execute(text("SELECT 1"))
+    with (
+        open_database(postgres_url) as database,
+        pytest.raises(StorageError) as raised,
+        database.write() as connection,
+    ):
+        connection.execute(text("SELECT 1"))
+        postgres_server.run(  # type: ignore[attr-defined]
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'promptmill'"
+        )
+        connection.execute(text("SELECT 1"))
     assert (raised.value.code, raised.value.retryable) == ("database_unreachable", True)

@@ -47,7 +47,7 @@ class CpuRunner:
         self.vocab_size = model.vocab_size
         self._session = session
         self._num_layers = model.num_layers
-        shape = (slots, model.num_kv_heads, context_length, model.head_dim)
+        shape = (slots, model.num_kv_heads, context_length, model.cache_head_dim)
         # Zeroed pages come from the kernel on first touch: memory grows with what is used, not with what is reserved.
         self._caches = [np.zeros(shape, dtype=np.float32) for _ in range(2 * model.num_layers)]
         self._cache_names = [f"{part}_{layer}" for layer in range(model.num_layers) for part in ("key", "value")]

@@ -139,13 +139,14 @@ def write_manifest(
     for path in sorted(folder.iterdir()):
         files[path.name] = {"sha256": file_sha256(path), "size_bytes": path.stat().st_size}
         _sync(path)
-    layers, head = quantization_of("layers.0.mlp.up.weight", dtype), quantization_of("head.weight", dtype)
+    stored = ("embedding.weight", "layers.0.attention.qkv.weight", "layers.0.mlp.up.weight", "head.weight")
+    quantization = {name: vars(form) for name in stored if (form := quantization_of(name, dtype)) is not None}
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "promptmill_version": version("promptmill"),
         "model": model,
         "dtype": dtype,
-        "quantization": layers and head and {"layers": vars(layers), "embedding_and_head": vars(head)},
+        "quantization": quantization,
         "context_length": context_length,
         "description": description.to_json(),
         "tokenizer": tokenizer.to_json(),
@@ -175,7 +176,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ArtifactError(
-            f"{path} has no {MANIFEST_FILE}: it is not an artifact, or was not completely copied; convert the model again"
+            f"{path} has no {MANIFEST_FILE}: it is not an artifact, or was not copied whole; convert the model again"
         ) from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{manifest_path} cannot be read ({error}); convert the model again") from error
@@ -201,7 +202,8 @@ def _check_file(path: Path, entry: FileEntry, check_digest: bool) -> None:
         size = path.stat().st_size
         if size != entry.size_bytes:
             raise ArtifactError(
-                f"{path} has {size} bytes, wanted {entry.size_bytes}: it is cut short or changed; convert the model again"
+                f"{path} has {size} bytes, wanted {entry.size_bytes}: it was cut short or changed; "
+                "convert the model again"
             )
         if check_digest and (found := file_sha256(path)) != entry.sha256:
             raise ArtifactError(

@@ -1,7 +1,7 @@
 """Checkpoints: what a reader of a model on disk offers, and which reader a path gets.
 
-Tensors come one at a time, float32, under this program's own names (`layers.3.attention.q.weight`, see `weights.py`), with
-q and k rows in the half-split rotary order. A reader refuses by name what the graph cannot run.
+Tensors come one at a time, float32, under this program's own names (`layers.3.attention.q.weight`, see `weights.py`),
+with q and k rows in the half-split rotary order. A reader refuses by name what the graph cannot run.
 """
 
 from collections.abc import Mapping

@@ -14,7 +14,7 @@ from workers.models.artifact import (
     write_manifest,
 )
 from workers.models.checkpoint import Checkpoint, open_checkpoint
-from workers.models.demo import demo_checkpoint
+from workers.models.demo import REQUIREMENT, demo_checkpoint
 from workers.models.description import DType
 from workers.models.errors import ArtifactError, ConversionError
 from workers.models.graph import read_epsilon, write_graph
@@ -41,14 +41,14 @@ def convert(
 ) -> Artifact:
     """Write the artifact of a checkpoint and return it.
 
-    source: a Hugging Face folder, a GGUF file, or "demo". context_length: at most the checkpoint's, which is the default.
-    model: the artifact's model name, else the folder's. cache: where the demo's download is kept.
+    source: a Hugging Face folder, a GGUF file, or "demo". context_length: at most the checkpoint's, which is the
+    default. model: the artifact's model name, else the folder's. cache: where the demo's download is kept.
     Raises UnreadableCheckpoint, UnsupportedModel, ConversionError.
     """
     # Refuse what is certain to fail before a long download or read.
     _check_name(model or out_dir.name)
     if source == DEMO and not Path(DEMO).exists():
-        progress("download", 0, 1)
+        progress(f"downloading {REQUIREMENT} (93 MB)", 0, 1)
         with demo_checkpoint(cache) as path:
             return _convert(path, out_dir, dtype, context_length, model, force, progress)
     return _convert(Path(source), out_dir, dtype, context_length, model, force, progress)
@@ -64,18 +64,22 @@ def _convert(
     progress: Progress,
 ) -> Artifact:
     with new_artifact_folder(out_dir, force=force) as folder:
-        progress("read", 0, 1)
+        progress("reading the checkpoint", 0, 1)
         checkpoint = open_checkpoint(path)
         description = checkpoint.description
         context = _context(context_length, description.context_length)
         weights = write_weights(
-            checkpoint, dtype, context, folder / DATA_FILE, lambda done, total: progress("weights", done, total)
+            checkpoint,
+            dtype,
+            context,
+            folder / DATA_FILE,
+            lambda done, total: progress("converting weights", done, total),
         )
         write_graph(description, dtype, weights, folder / MODEL_FILE)
         check_epsilon(folder / MODEL_FILE, description.rms_norm_epsilon)
         for name, content in checkpoint.tokenizer_files.items():
             (folder / name).write_bytes(content)
-        progress("digests", 0, 1)
+        progress("writing to the disk", 0, 1)
         write_manifest(
             folder,
             model=model or out_dir.name,
@@ -85,8 +89,15 @@ def _convert(
             tokenizer=checkpoint.tokenizer,
             source=Source(name=path.name or str(path), sha256=_source_sha256(path, checkpoint)),
         )
-        progress("digests", 1, 1)
     return load_artifact(out_dir, check_digests=False)
+
+
+def is_whole(path: Path, dtype: DType) -> bool:
+    """Whether an artifact of this type stands complete at a path."""
+    try:
+        return load_artifact(path, check_digests=False).dtype == dtype
+    except ArtifactError:
+        return False
 
 
 def check_epsilon(model_path: Path, wanted: float) -> None:

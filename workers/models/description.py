@@ -1,7 +1,7 @@
 """What a model is, apart from its weights: dimensions, rotary positions, tokenizer facts.
 
-Plain frozen values that go to and from the manifest's JSON. Readers fill them from a checkpoint, the graph is built from
-them, the engine sizes its KV cache by them. They know nothing of files or of ONNX.
+Plain frozen values that go to and from the manifest's JSON. Readers fill them from a checkpoint, the graph is built
+from them, the engine sizes its KV cache by them. They know nothing of files or of ONNX.
 """
 
 import dataclasses
@@ -14,10 +14,8 @@ from workers.models.errors import UnreadableCheckpoint, UnsupportedModel
 DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Measured on two AVX-512 cores: docs/decisions.md, "Block sizes".
-INT8_BLOCK_SIZE = 64
-INT4_BLOCK_SIZE = 64
-
+# Inputs that share a scale in quantized weights: see quantization_of.
+BLOCK_SIZE = 64
 # GroupQueryAttention with rotary positions takes heads of whole sixteens.
 HEAD_DIM_MULTIPLE = 16
 
@@ -45,7 +43,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, multiply cos and sin by attention_factor."""
+    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, cos and sin times attention_factor."""
 
     factor: float
     original_context_length: int
@@ -192,10 +190,13 @@ class Quantization:
 def quantization_of(weight: str, dtype: DType) -> Quantization | None:
     """How an artifact of the given type stores a weight; None for norms and in float types.
 
-    The embedding and the head stay at eight bits even in int4: they decide every token and are read once.
+    The embedding and the head stay at eight bits even in int4: they decide every token and are read once. Larger blocks
+    are faster, smaller ones closer, above all because activations are rounded block by block too. SmolLM2-135M against
+    float32, two AVX-512 cores, 2026-11-30 (KL divergence a token; tok/s of a 32-row decode and of a 4 x 128 prefill):
+    int8 of block 32: 0.0049, 460, 778; 64: 0.0082, 484, 957; 128: 0.0144, 540, 1097.
+    int4 of block 32: 0.44, 408, 612; 64: 0.47, 470, 745; 128: 0.55, 491, 866.
     """
     if dtype not in ("int8", "int4") or "norm" in weight:
         return None
-    if dtype == "int4" and weight.startswith("layers."):
-        return Quantization(bits=4, block_size=INT4_BLOCK_SIZE)
-    return Quantization(bits=8, block_size=INT8_BLOCK_SIZE)
+    is_int4 = dtype == "int4" and weight.startswith("layers.")
+    return Quantization(bits=4 if is_int4 else 8, block_size=BLOCK_SIZE)

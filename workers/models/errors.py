@@ -4,7 +4,7 @@ from storage.errors import PromptmillError
 
 
 class UnsupportedModel(PromptmillError):
-    """The source is whole, but holds something this program does not run; the message names it and what is supported."""
+    """The source is whole, but holds what this program does not run; the message names it and what is supported."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="unsupported_model")

@@ -1,4 +1,4 @@
-"""GGUF files of the `llama` architecture: every block type that the gguf package can dequantize, and the tokenizer inside.
+"""GGUF files of the `llama` architecture: every block type that the gguf package can dequantize.
 
 GGUF stores the q and k rows of a head as rotary pairs one after the other; they are put back into halves here.
 """
@@ -55,7 +55,15 @@ _TENSORS = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 # A model that was taught to end its turn with one of these ends it whatever the file's eos says.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+)
 # Keys that scale or window what the graph computes plainly.
 _UNSUPPORTED_KEYS = ("attention.sliding_window", "attention.scale", "logit_scale", "residual_scale", "embedding_scale")
 
@@ -161,9 +169,9 @@ class GgufCheckpoint:
             num_kv_heads=int(num_kv_heads),
             head_dim=head_dim,
             context_length=context_length,
-            rms_norm_epsilon=float(np.format_float_positional(
-                np.float32(self._required("attention.layer_norm_rms_epsilon")), unique=True
-            )),
+            rms_norm_epsilon=float(
+                np.format_float_positional(np.float32(self._required("attention.layer_norm_rms_epsilon")), unique=True)
+            ),
             rope_theta=float(self._model_value("rope.freq_base", 10000.0)),
             rope_scaling=scaling,
             tie_word_embeddings="head.weight" not in self._tensors,
@@ -257,7 +265,8 @@ class GgufCheckpoint:
         if template:
             self.tokenizer_files["chat_template.jinja"] = template.encode()
             chat_format = "template"
-        stops = {self._value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        # A model that writes BOS has begun another text.
+        stops = {self._value(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         stops |= {index for index, text in enumerate(tokens) if types[index] == CONTROL and text in _END_OF_TURN}
         return TokenizerDescription(
             bos_token_id=bos,

@@ -1,9 +1,10 @@
 """A model description and its stored weights → the ONNX graph for the CPU, written node by node.
 
-Inputs: input_ids int64 [batch_size, sequence_length], right-padded; seqlens_k int32 [batch_size], each row's total length
-minus 1; total_sequence_length int32 []; logits_indices int64 [num_logits], flat positions in batch_size * sequence_length;
-past_key_{i}, past_value_{i} float32 [batch_size, num_kv_heads, cache_length, cache_head_dim].
-Outputs: logits float32 [num_logits, vocab_size]; present_key_{i}, present_value_{i}, to be bound to the memory of the past.
+Inputs: input_ids int64 [batch_size, sequence_length], right-padded; seqlens_k int32 [batch_size], each row's total
+length minus 1; total_sequence_length int32 []; logits_indices int64 [num_logits], flat positions in batch_size *
+sequence_length; past_key_{i}, past_value_{i} float32 [batch_size, num_kv_heads, cache_length, cache_head_dim].
+Outputs: logits float32 [num_logits, vocab_size]; present_key_{i}, present_value_{i}, to be bound to the memory of the
+past.
 
 The functions that make up a layer are the graph of every flavour but for attention and how a projection is multiplied.
 Weights of 16 bits are cast to float32 by nodes that ONNX Runtime folds when it loads the graph.
@@ -64,9 +65,7 @@ class GraphWriter:
         return name
 
 
-def write_graph(
-    description: ModelDescription, dtype: DType, weights: Mapping[str, TensorProto], path: Path
-) -> None:
+def write_graph(description: ModelDescription, dtype: DType, weights: Mapping[str, TensorProto], path: Path) -> None:
     """Write model.onnx; the weights stay in the external-data file that their entries name."""
     onnx.save_model(build_cpu_graph(description, dtype, weights), str(path))
 
@@ -105,7 +104,9 @@ def read_epsilon(model_path: Path) -> float:
         if attribute.name == "epsilon"
     }
     if len(found) != 1:
-        raise ArtifactError(f"{model_path}: the norms hold {len(found)} different epsilons, wanted one: {sorted(found)}")
+        raise ArtifactError(
+            f"{model_path}: the norms hold {len(found)} different epsilons, wanted one: {sorted(found)}"
+        )
     return float(found.pop())
 
 
@@ -232,7 +233,7 @@ def _projection_shape(description: ModelDescription, name: str) -> tuple[int, in
 
 def _model(graph: GraphWriter) -> ModelProto:
     description = graph.description
-    cache_shape = ["batch_size", description.num_kv_heads, "cache_length", description.cache_head_dim]
+    cache_shape: list[int | str] = ["batch_size", description.num_kv_heads, "cache_length", description.cache_head_dim]
     layers = range(description.num_layers)
     inputs = [
         _value("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),

@@ -178,7 +178,8 @@ class HuggingFaceCheckpoint:
         return TokenizerDescription(
             bos_token_id=bos,
             eos_token_id=eos[0] if eos else None,
-            stop_token_ids=tuple(sorted(set(eos))),
+            # A model that writes BOS has begun another text.
+            stop_token_ids=tuple(sorted({*eos, *_ids(bos)})),
             add_bos=(default_bos if add_bos is None else bool(add_bos)) and bos is not None,
             chat_format=chat_format,
             added_tokens=beyond,

@@ -1,8 +1,9 @@
 """Weights as the integer blocks that MatMulNBits reads, and back.
 
-A weight is [N, K]: N outputs, K inputs. Each row is cut into blocks of block_size inputs with one float32 scale; the last
-block is filled up with zeros. Symmetric: integers are stored with the operator's implied zero point 2^(bits-1) added, and
-no zero points are stored (float ones make ONNX Runtime's CPU kernel several times slower; measured 2026-11-30).
+A weight is [N, K]: N outputs, K inputs. Each row is cut into blocks of block_size inputs with one float32 scale; the
+last block is filled up with zeros. Symmetric: integers are stored with the operator's implied zero point 2^(bits-1)
+added, and no zero points are stored (float ones make ONNX Runtime's CPU kernel several times slower; measured
+2026-11-30).
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from workers.models.description import FrequencyFactors, LinearScaling, Llama3Scaling, ModelDescription, YarnScaling
 
+Array = NDArray[np.float64]
 
-def rotary_tables(description: ModelDescription, context_length: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+
+def rotary_tables(description: ModelDescription, context_length: int) -> tuple[Array, Array]:
     """Return cos and sin, float64 [context_length, head_dim / 2], for positions from 0."""
     angles = np.outer(np.arange(context_length, dtype=np.float64), _inverse_frequencies(description))
     scaling = description.rope_scaling
@@ -31,10 +33,10 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     return gain(1.0)
 
 
-def _inverse_frequencies(description: ModelDescription) -> NDArray[np.float64]:
+def _inverse_frequencies(description: ModelDescription) -> Array:
     """Radians a position turns each channel pair, float64 [head_dim / 2]."""
     dim, theta = description.head_dim, description.rope_theta
-    plain = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    plain: Array = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     scaling = description.rope_scaling
     match scaling:
         case None:
@@ -48,7 +50,8 @@ def _inverse_frequencies(description: ModelDescription) -> NDArray[np.float64]:
             kept_cycles = scaling.original_context_length / wavelengths
             smooth = (kept_cycles - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             smooth = np.clip(smooth, 0.0, 1.0)
-            return (1 - smooth) * plain / scaling.factor + smooth * plain
+            blended: Array = (1 - smooth) * plain / scaling.factor + smooth * plain
+            return blended
         case YarnScaling():
             low = _yarn_channel(scaling.beta_fast, dim, theta, scaling.original_context_length)
             high = _yarn_channel(scaling.beta_slow, dim, theta, scaling.original_context_length)
@@ -58,7 +61,8 @@ def _inverse_frequencies(description: ModelDescription) -> NDArray[np.float64]:
             if low == high:
                 high += 0.001  # the ramp must not divide by zero
             ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
-            return ramp * plain / scaling.factor + (1 - ramp) * plain
+            interpolated: Array = ramp * plain / scaling.factor + (1 - ramp) * plain
+            return interpolated
         case _:
             assert_never(scaling)
 

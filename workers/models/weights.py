@@ -1,16 +1,17 @@
 """Named weights in one external-data file, `model.onnx.data`: written one tensor at a time, read back by memory map.
 
-Every projection is stored as [out, in], the layout of the checkpoints, for Gemm and FusedMatMul with transB=1; quantized
-ones as the blocks of MatMulNBits with `<name>.scales` beside them. Norms take the artifact's float type, rotary tables are
-float32. Heads are filled up with zeros to cache_head_dim. A tied head is not stored again: in float types the graph uses `embedding.weight` twice, quantized
-`embedding.weight` and `head.weight` are two shapes of the same bytes.
+Every projection is stored as [out, in], the layout of the checkpoints, for Gemm and FusedMatMul with transB=1;
+quantized ones as the blocks of MatMulNBits with `<name>.scales` beside them. Norms take the artifact's float type,
+rotary tables are float32. Heads are filled up with zeros to cache_head_dim. A tied head is not stored again: in float
+types the graph uses `embedding.weight` twice, quantized `embedding.weight` and `head.weight` are two shapes of the
+same bytes.
 
-Names: embedding.weight, layers.{i}.attention_norm.weight, layers.{i}.attention.qkv.weight (q, k and v rows one below the
-other), layers.{i}.attention.output.weight, layers.{i}.mlp_norm.weight, layers.{i}.mlp.gate.weight, .up.weight,
+Names: embedding.weight, layers.{i}.attention_norm.weight, layers.{i}.attention.qkv.weight (q, k and v rows one below
+the other), layers.{i}.attention.output.weight, layers.{i}.mlp_norm.weight, layers.{i}.mlp.gate.weight, .up.weight,
 .down.weight, norm.weight, head.weight, rope.cos, rope.sin.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -130,14 +131,21 @@ class StoredWeights:
         return name in self._tensors
 
     def float64(self, name: str, columns: int | None = None) -> NDArray[np.float64]:
-        """Return a weight in float64; columns cuts the fill of a quantized weight's last block."""
+        """Return a weight in float64. columns: the inputs of a projection, for the fill of a last block is cut off."""
+        return self._float64(name, slice(None), columns)
+
+    def float64_rows(self, name: str, columns: int, rows: Sequence[int]) -> NDArray[np.float64]:
+        """Return some rows of a weight in float64."""
+        return self._float64(name, list(rows), columns)
+
+    def _float64(self, name: str, rows: Any, columns: int | None) -> NDArray[np.float64]:
         stored = self._array(name)
         if stored.dtype == np.uint8:
             scales = self._array(f"{name}.scales")
-            blocks = QuantizedWeight(stored.reshape(*scales.shape, -1), scales)
-            weight = dequantize(blocks, self._bits[name], stored.size)
-            return weight[:, :columns].astype(np.float64)
-        return stored.astype(np.float64)
+            blocks = stored.reshape(*scales.shape, -1)
+            weight = dequantize(QuantizedWeight(blocks[rows], scales[rows]), self._bits[name], stored.size)
+            return np.asarray(weight[:, :columns], dtype=np.float64)
+        return np.asarray(stored[rows], dtype=np.float64)
 
     def _array(self, name: str) -> NDArray[Any]:
         tensor = self._tensors.get(name)
@@ -146,7 +154,11 @@ class StoredWeights:
         place = {entry.key: entry.value for entry in tensor.external_data}
         kind = _NUMPY_TYPES[tensor.data_type]
         values: NDArray[Any] = np.memmap(
-            self._folder / place["location"], dtype=kind, mode="r", offset=int(place["offset"]), shape=tuple(tensor.dims)
+            self._folder / place["location"],
+            dtype=kind,
+            mode="r",
+            offset=int(place["offset"]),
+            shape=tuple(tensor.dims),
         )
         if tensor.data_type == TensorProto.BFLOAT16:
             return bfloat16_to_float32(values)

@@ -1,0 +1,158 @@
+"""`promptmill doctor`: what this machine has for the job, what is missing, and the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from jobs.artifacts import DEMO_NAME, find_artifact, known_artifacts
+from jobs.queue import make_app, ping
+from jobs.queue_server import find_server
+from jobs.settings import Settings
+from storage.database import check_schema, open_database, schema_revision
+from storage.errors import PromptmillError
+
+OLDEST_PYTHON = (3, 11)
+LEAST_FREE_DISK_GIB = 2
+PROBE_TIMEOUT_S = 120
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """level: ok, note (works, but worth knowing), missing (something will not run)."""
+
+    level: Literal["ok", "note", "missing"]
+    subject: str
+    text: str
+    way_out: str = ""
+
+
+def examine(settings: Settings, model: str | None = None) -> list[Finding]:
+    """Look at everything a run takes; nothing is changed or started for good."""
+    return [
+        _python(),
+        _home(settings),
+        *_compute(),
+        _queue(settings),
+        _database(settings),
+        *_artifacts(settings, model),
+    ]
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}, promptmill {version('promptmill')}"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("missing", "Python", text, "install Python 3.11 or newer")
+    return Finding("ok", "Python", text)
+
+
+def _home(settings: Settings) -> Finding:
+    home = settings.home
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        free_gib = shutil.disk_usage(home).free / GIB
+    except OSError as error:
+        return Finding(
+            "missing", "home", f"{home} cannot be made: {error.strerror}", "set PROMPTMILL_HOME to a folder of yours"
+        )
+    if not os.access(home, os.W_OK):
+        return Finding("missing", "home", f"{home} is read-only", "set PROMPTMILL_HOME to a folder of yours")
+    text = f"{home}, {free_gib:.0f} GiB free"
+    if free_gib < LEAST_FREE_DISK_GIB:
+        return Finding("note", "home", text, "make room, or set PROMPTMILL_HOME to a larger disk")
+    return Finding("ok", "home", text)
+
+
+def _compute() -> Iterator[Finding]:
+    """Ask the workers' side, in a process of its own: a broken driver may take it down."""
+    command = [sys.executable, "-m", "workers", "probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        yield Finding(
+            "missing", "onnxruntime", f"cannot be used: {str(said).strip()[-300:]}", "reinstall: make setup"
+        )
+        return
+    yield Finding("ok", "onnxruntime", str(found["onnxruntime"]))
+    for gpu in found["gpus"]:
+        yield Finding(
+            "ok",
+            f"GPU {gpu['index']}",
+            f"{gpu['name']}, {gpu['free_bytes'] / GIB:.0f} of {gpu['memory_bytes'] / GIB:.0f} GiB free, "
+            f"{gpu['uuid']}, driver {found['driver']}",
+        )
+    for provider in found["providers"]:
+        yield _provider(provider, has_gpu=bool(found["gpus"]))
+
+
+def _provider(provider: dict[str, Any], *, has_gpu: bool) -> Finding:
+    name = provider["name"].removesuffix("ExecutionProvider")
+    subject = f"{name} provider"
+    if provider["starts"]:
+        return Finding("ok", subject, "starts and computes")
+    if name == "CPU":
+        return Finding("missing", subject, provider["error"], "reinstall: make setup")
+    if not has_gpu:
+        return Finding("note", subject, "no NVIDIA GPU was found, so prompts run on the CPU")
+    return Finding(
+        "missing",
+        subject,
+        f"there is a GPU, but the provider does not start: {provider['error']}",
+        "install CUDA 13 and cuDNN 9 libraries: pip install 'promptmill[cuda]'",
+    )
+
+
+def _queue(settings: Settings) -> Finding:
+    try:
+        if settings.queue.url:
+            ping(make_app(settings.queue))
+            return Finding("ok", "queue", "the server in PROMPTMILL_QUEUE_URL answers")
+        binary = find_server()
+        text = f"embedded: {binary.path} ({'.'.join(map(str, binary.version))}, from {binary.source})"
+        return Finding("ok", "queue", text)
+    except PromptmillError as error:
+        return Finding("missing", "queue", error.message)
+
+
+def _database(settings: Settings) -> Finding:
+    try:
+        with open_database(settings.database.url) as database:
+            revision = schema_revision(database)
+            if revision is None:
+                return Finding("ok", "database", f"{database.shown_url}, empty; the first run makes its tables")
+            check_schema(database)
+            return Finding("ok", "database", f"{database.shown_url}, schema {revision}")
+    except PromptmillError as error:
+        return Finding("missing", "database", error.message)
+
+
+def _artifacts(settings: Settings, model: str | None) -> Iterator[Finding]:
+    try:
+        if model is not None:
+            artifact = find_artifact(model, settings.artifacts_dir)
+            yield Finding("ok", "artifact", f"{artifact.model} at {artifact.path}, digest {artifact.digest[:12]}")
+            return
+        found = known_artifacts(settings.artifacts_dir)
+        for path in found:
+            artifact = find_artifact(str(path), settings.artifacts_dir)
+            yield Finding("ok", "artifact", f"{artifact.model} at {artifact.path}, digest {artifact.digest[:12]}")
+        if not found:
+            yield Finding(
+                "note",
+                "artifact",
+                f"none in {settings.artifacts_dir}",
+                f"promptmill convert demo {settings.artifacts_dir / DEMO_NAME}",
+            )
+    except PromptmillError as error:
+        yield Finding("missing", "artifact", error.message)

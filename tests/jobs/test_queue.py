@@ -1,0 +1,195 @@
+"""Sending ids, looking into the queue, and a consumer that survives whatever is put there."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from jobs.queue import (
+    RUN_CHUNK,
+    Chunk,
+    QueueDepth,
+    QueueError,
+    make_app,
+    ping,
+    publish_chunks,
+    queue_depth,
+    queue_names,
+    waiting_ids,
+)
+from jobs.settings import QueueSettings
+from storage.errors import SettingsError
+from tests.conftest import wait_until
+
+MODEL = "tiny model"
+BULK = "promptmill.tiny model.bulk"
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_model_has_two_queues_and_the_interactive_one_comes_first() -> None:
+    assert queue_names("m") == ("promptmill.m.interactive", "promptmill.m.bulk")
+
+
+@pytest.mark.parametrize("url", ["amqp://u:secret@h", "http://secret", "nonsense"])
+def test_a_queue_that_is_not_redis_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"PROMPTMILL_QUEUE_URL begins with .*wanted: redis://") as raised:
+        make_app(QueueSettings(url=url))
+    assert "secret" not in raised.value.message
+
+
+def test_a_chunk_travels_as_one_message_with_its_ids_and_no_prompt(app: Celery, queue_client: redis.Redis) -> None:
+    publish_chunks(app, [Chunk(MODEL, (1, 2, 3)), Chunk(MODEL, (4,), is_interactive=True)])
+    (message,) = queue_client.lrange(BULK, 0, -1)
+    envelope = json.loads(message)
+    assert envelope["headers"]["task"] == RUN_CHUNK
+    assert json.loads(base64.b64decode(envelope["body"]))[0] == [[1, 2, 3]]
+    assert queue_depth(app, MODEL) == QueueDepth(interactive=1, bulk=1, unacked=0)
+    assert waiting_ids(app, [MODEL]) == {1, 2, 3, 4}
+    assert waiting_ids(app, ["another"]) == set()
+
+
+def test_publishing_nothing_needs_no_queue() -> None:
+    publish_chunks(make_app(QueueSettings(url="redis://127.0.0.1:1/0")), [])
+
+
+def test_a_message_that_a_worker_holds_is_still_seen(app: Celery) -> None:
+    """Sweep must not take it for lost."""
+    publish_chunks(app, [Chunk(MODEL, (1, 2)), Chunk(MODEL, (3,))])
+    with app.connection_for_read() as connection:
+        held = connection.default_channel.basic_get(BULK)
+        assert held is not None
+        assert queue_depth(app, MODEL) == QueueDepth(interactive=0, bulk=1, unacked=1)
+        assert waiting_ids(app, [MODEL]) == {1, 2, 3}
+        held.ack()
+        assert waiting_ids(app, [MODEL]) == {3}
+
+
+def test_foreign_messages_do_not_hinder_looking(app: Celery, queue_client: redis.Redis) -> None:
+    publish_chunks(app, [Chunk(MODEL, (7,))])
+    queue_client.lpush(BULK, "garbage", "[]", "5", json.dumps({"body": "!", "properties": {}}), b"\xff\xfe")
+    queue_client.hset("unacked", "tag", "garbage")
+    assert waiting_ids(app, [MODEL]) == {7}
+
+
+def test_more_messages_than_are_sensible_to_read_are_not_read(
+    app: Celery, queue_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.queue.MOST_MESSAGES", 2)
+    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(3)])
+    assert waiting_ids(app, [MODEL]) is None
+
+
+def test_a_queue_that_is_away_is_named() -> None:
+    app = make_app(QueueSettings(url="redis://:secret@127.0.0.1:1/0"))
+    for call in (lambda: ping(app), lambda: publish_chunks(app, [Chunk("m", (1,))]), lambda: queue_depth(app, "m")):
+        with pytest.raises(QueueError, match="cannot be reached") as raised:
+            call()
+        assert (raised.value.code, raised.value.retryable) == ("queue_unreachable", True)
+        assert "secret" not in raised.value.message
+    app.close()
+
+
+def test_a_full_queue_is_named(app: Celery, queue_client: redis.Redis) -> None:
+    """With `noeviction` Redis refuses to take more, and nothing is lost."""
+    ping(app)
+    queue_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueError, match="no memory left") as raised:
+            publish_chunks(app, [Chunk(MODEL, (1,))])
+    finally:
+        queue_client.config_set("maxmemory", "0")
+    assert (raised.value.code, raised.value.retryable) == ("queue_full", True)
+    publish_chunks(app, [Chunk(MODEL, (1,))])
+
+
+def test_ten_thousand_chunks_are_published_in_a_few_round_trips(app: Celery, queue_client: redis.Redis) -> None:
+    """One by one they would take seconds."""
+    before = queue_client.info("commandstats").get("cmdstat_lpush", {}).get("calls", 0)
+    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(1200)])
+    assert queue_client.info("commandstats")["cmdstat_lpush"]["calls"] - before == 1200
+    assert queue_depth(app, MODEL).bulk == 1200
+
+
+# --- a worker ----------------------------------------------------------------------------------------------------
+
+# A worker with our app's configuration whose task notes in Redis what it was given.
+WORKER = """
+import sys
+from jobs.queue import RUN_CHUNK, make_app, queue_names
+from jobs.settings import QueueSettings
+
+url, model = sys.argv[1:]
+app = make_app(QueueSettings(url=url))
+
+@app.task(name=RUN_CHUNK)
+def run_chunk(request_ids):
+    with app.pool.acquire(block=True) as connection:
+        connection.default_channel.client.rpush("received", *request_ids)
+
+worker = app.Worker(concurrency=1, queues=list(queue_names(model)), loglevel="CRITICAL", without_mingle=True,
+                    without_gossip=True)
+worker.start()
+"""
+
+
+@contextmanager
+def running_worker(url: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", WORKER, url, MODEL], cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def message(args: Any, *, headers: dict[str, Any] | None = None, **properties: Any) -> str:
+    return json.dumps(
+        {
+            "body": base64.b64encode(json.dumps(args).encode()).decode(),
+            "content-encoding": "utf-8",
+            "content-type": "application/json",
+            "headers": {"task": RUN_CHUNK, "id": str(uuid.uuid4())} if headers is None else headers,
+            "properties": {
+                "delivery_tag": str(uuid.uuid4()),
+                "delivery_info": {"exchange": "", "routing_key": BULK},
+                "body_encoding": "base64",
+                **properties,
+            },
+        }
+    )
+
+
+def test_malformed_messages_stop_no_worker(app: Celery, queue_url: str, queue_client: redis.Redis) -> None:
+    """Stock Celery 5.7 reconnects for ever over the first and exits for ever over the second."""
+    good = [[[1]], {}, {}]
+    queue_client.lpush(BULK, message(good, headers={"task": RUN_CHUNK}))  # no id
+    queue_client.lpush(BULK, message([[[2]], {}]))  # two elements instead of three
+    queue_client.lpush(BULK, message(good, headers={"task": "unknown", "id": "x"}))
+    queue_client.lpush(BULK, message("text"))
+    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(10, 20)])
+    with running_worker(queue_url) as process:
+        wait_until(lambda: queue_client.llen("received") >= 10, what="the good messages' run")
+        assert process.poll() is None
+        wait_until(lambda: queue_depth(app, MODEL) == QueueDepth(0, 0, 0), what="an empty queue")
+    assert queue_client.lrange("received", 0, -1) == [str(number) for number in range(10, 20)]
+    assert process.returncode == 0
+
+
+def test_interactive_requests_overtake_bulk_ones(app: Celery, queue_url: str, queue_client: redis.Redis) -> None:
+    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(20)])
+    publish_chunks(app, [Chunk(MODEL, (number,), is_interactive=True) for number in range(100, 105)])
+    with running_worker(queue_url):
+        wait_until(lambda: queue_client.llen("received") == 25, what="all messages' run")
+    received = [int(number) for number in queue_client.lrange("received", 0, -1)]
+    assert received == [*range(100, 105), *range(20)]

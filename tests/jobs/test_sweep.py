@@ -1,0 +1,126 @@
+"""The periodic pass: what it brings back, what it ends, and what it leaves alone."""
+
+from __future__ import annotations
+
+import redis
+from celery import Celery
+
+from jobs.queue import make_app, queue_depth, waiting_ids
+from jobs.settings import QueueSettings, Settings
+from jobs.sweep import LOST_AFTER_S, Swept, sweep
+from storage import queries, transitions
+from storage.database import Database
+from storage.models import BatchStatus, RequestStatus
+from storage.transitions import AttemptRecord, NewBatch, NewRequest, RequestOutcome
+
+NOW = 1_000_000.0
+LATER = NOW + LOST_AFTER_S + 1
+
+
+def make_batch(database: Database, lines: int) -> int:
+    with database.write() as connection:
+        batch_id = transitions.create_batch(connection, NewBatch("batch_1", "f", "/v1/completions", "tiny"), NOW)
+        transitions.add_requests(connection, batch_id, [NewRequest(line, None, "{}") for line in range(1, lines + 1)])
+        transitions.start_batch(connection, batch_id, NOW)
+    return batch_id
+
+
+def counts(database: Database, batch_id: int) -> dict[RequestStatus, int]:
+    with database.read() as connection:
+        return queries.count_requests(connection, batch_id)
+
+
+def status(database: Database, batch_id: int) -> BatchStatus:
+    with database.read() as connection:
+        batch = queries.find_batch_by_id(connection, batch_id)
+    assert batch is not None
+    return batch.status
+
+
+def run_all(database: Database, app: Celery) -> None:
+    """What a worker would do with all that waits."""
+    ids = waiting_ids(app, ["tiny"]) or set()
+    with database.write() as connection:
+        held = transitions.claim_requests(connection, ids, worker="w", lease_s=60, now=NOW)
+        outcomes = [
+            RequestOutcome(c.id, c.batch_id, c.attempt, RequestStatus.COMPLETED, 200, "{}", record=AttemptRecord())
+            for c in held
+        ]
+        transitions.record_outcomes(connection, outcomes, worker="w", now=NOW)
+
+
+def test_a_pass_fills_the_queue_and_ends_what_is_done(database: Database, app: Celery, settings: Settings) -> None:
+    batch_id = make_batch(database, 5)
+    assert sweep(database, app, settings, NOW) == Swept(queued=5)
+    run_all(database, app)
+    assert sweep(database, app, settings, NOW) == Swept(finished_batches=1)
+    assert status(database, batch_id) is BatchStatus.COMPLETED
+    assert sweep(database, app, settings, NOW) == Swept()
+
+
+def test_a_dead_workers_requests_are_sent_again(database: Database, app: Celery, settings: Settings) -> None:
+    batch_id = make_batch(database, 5)
+    sweep(database, app, settings, NOW)
+    with database.write() as connection:
+        ids = waiting_ids(app, ["tiny"])
+        assert ids is not None
+        transitions.claim_requests(connection, ids, worker="dead", lease_s=60, now=NOW)
+    assert sweep(database, app, settings, NOW + 59) == Swept()
+    assert sweep(database, app, settings, NOW + 61) == Swept(expired_leases=5, queued=5)
+    assert counts(database, batch_id) == {RequestStatus.QUEUED: 5}
+
+
+def test_messages_that_redis_lost_are_sent_again(
+    database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
+) -> None:
+    make_batch(database, 100)
+    sweep(database, app, settings, NOW)
+    queue_client.flushall()
+    assert sweep(database, app, settings, NOW + 1) == Swept()  # too early to tell from those on their way
+    assert sweep(database, app, settings, LATER) == Swept(lost_messages=100, queued=100)
+    assert waiting_ids(app, ["tiny"]) == set(range(1, 101))
+
+
+def test_a_single_lost_message_is_found_among_the_others(
+    database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
+) -> None:
+    make_batch(database, 100)
+    sweep(database, app, settings, NOW)
+    queue_client.rpop("promptmill.tiny.bulk")
+    assert sweep(database, app, settings, LATER).lost_messages == 32
+    assert waiting_ids(app, ["tiny"]) == set(range(1, 101))
+
+
+def test_a_long_backlog_is_not_taken_for_lost(database: Database, app: Celery, settings: Settings) -> None:
+    """Looking only at the age of requests, or only at the lists, would send everything again and again."""
+    make_batch(database, 64)
+    sweep(database, app, settings, NOW)
+    with app.connection_for_read() as connection:
+        held = connection.default_channel.basic_get("promptmill.tiny.bulk")
+        assert held is not None
+        for hours in (1, 2, 3):
+            assert sweep(database, app, settings, NOW + hours * 3600) == Swept()
+        assert queue_depth(app, "tiny").waiting == 1
+        held.reject()
+
+
+def test_cancelled_requests_are_ended_and_the_batch_with_them(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    batch_id = make_batch(database, 5000)
+    sweep(database, app, settings, NOW)
+    with database.write() as connection:
+        transitions.cancel_batch(connection, batch_id, NOW)
+    assert sweep(database, app, settings, NOW) == Swept(cancelled=5000, finished_batches=1)
+    assert status(database, batch_id) is BatchStatus.CANCELLED
+    assert counts(database, batch_id) == {RequestStatus.CANCELLED: 5000}
+
+
+def test_without_redis_the_databases_part_is_done(database: Database, settings: Settings) -> None:
+    batch_id = make_batch(database, 3)
+    with database.write() as connection:
+        transitions.claim_requests(connection, [1, 2, 3], worker="dead", lease_s=60, now=NOW)
+    away = make_app(QueueSettings(url="redis://127.0.0.1:1/0"))
+    assert sweep(database, away, settings, NOW + 61) == Swept(expired_leases=3)
+    assert counts(database, batch_id) == {RequestStatus.PENDING: 3}
+    away.close()

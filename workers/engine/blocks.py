@@ -1,0 +1,151 @@
+"""The book-keeping of the CUDA flavour's KV cache: which block holds which tokens, and how many requests read it.
+
+The cache is `count` blocks of `block_size` positions. A request owns a list of blocks, its table; its position p is in
+block `p // block_size`. A full block can be registered under the digest of every token up to its end: then later
+requests with the same beginning share it. A registered block that nobody reads stays cached until its memory is wanted,
+least recently used first. Block 0 belongs to no one: padding rows write into it. This file moves no memory.
+Invariant: free plus cached plus used blocks equal all blocks but block 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Digest = bytes
+
+# What padding rows point at; its content has no meaning.
+SCRATCH_BLOCK = 0
+_DIGEST_BYTES = 16
+
+
+def chain_digests(token_ids: TokenIds, block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
+    """Return one digest for each full block of `token_ids`; each names all tokens from the first to its block's end.
+
+    known: digests of the first blocks, where they were computed before.
+    """
+    digests = list(known)
+    parent = digests[-1] if digests else b""
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        block = token_ids[start : start + block_size].astype("<i4").tobytes()
+        parent = hashlib.blake2b(parent + block, digest_size=_DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """How many blocks hold `tokens` positions."""
+    return -(-tokens // block_size)
+
+
+class BlockPool:
+    """All blocks of one engine. count: with block 0."""
+
+    def __init__(self, count: int, block_size: int) -> None:
+        assert count >= 2, "a cache needs block 0 and one more"
+        self.count = count
+        self.block_size = block_size
+        self._free = list(range(count - 1, 0, -1))  # a stack: the lowest block is taken first
+        self._readers = [0] * count
+        self._digests: list[Digest | None] = [None] * count
+        self._by_digest: dict[Digest, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered, no readers; least recently used first
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken now: free ones, and cached ones that would be forgotten."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached_count(self) -> int:
+        return len(self._cached)
+
+    @property
+    def used_count(self) -> int:
+        return self.count - 1 - self.available
+
+    def match(self, digests: Sequence[Digest]) -> list[int]:
+        """The blocks that hold the longest known beginning, in order. Nobody's claim on them changes."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of the blocks have no reader: sharing them lowers `available` by as many."""
+        return sum(self._readers[block] == 0 for block in blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reader to registered blocks."""
+        for block in blocks:
+            assert self._digests[block] is not None, f"block {block} is not registered"
+            if self._readers[block] == 0:
+                del self._cached[block]
+            self._readers[block] += 1
+
+    def take(self, count: int) -> list[int] | None:
+        """Take blocks for one reader, forgetting cached ones if need be; None, nothing taken, if there are too few."""
+        if count > self.available:
+            return None
+        taken: list[int] = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._readers[block] = 1
+            taken.append(block)
+        return taken
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one reader from each block of a table. The end of a chain is forgotten before its beginning."""
+        for block in reversed(blocks):
+            assert self._readers[block] > 0, f"block {block} given back twice"
+            self._readers[block] -= 1
+            if self._readers[block] == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def register(self, block: int, digest: Digest) -> None:
+        """Say what a full block holds, so that others can share it. The first block of a content wins."""
+        assert self._readers[block] > 0, f"block {block} has no reader"
+        if self._digests[block] is None and digest not in self._by_digest:
+            self._digests[block] = digest
+            self._by_digest[digest] = block
+
+    def forget_cached(self) -> None:
+        """Free every block that only the prefix cache holds."""
+        while self._cached:
+            block, _ = self._cached.popitem()
+            self._forget(block)
+            self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block is lost, held twice or registered wrongly."""
+        free, cached = set(self._free), set(self._cached)
+        used = {block for block in range(1, self.count) if self._readers[block] > 0}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached and not free & used and not cached & used, "a block is in two states"
+        assert free | cached | used == set(range(1, self.count)), "a block is lost"
+        assert all(readers >= 0 for readers in self._readers)
+        assert all(self._digests[block] is None for block in free), "a free block is registered"
+        registered = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
+        assert registered == self._by_digest
+        assert cached <= set(self._by_digest.values())
+
+    def _forget(self, block: int) -> None:
+        digest = self._digests[block]
+        assert digest is not None
+        del self._by_digest[digest]
+        self._digests[block] = None

@@ -1,0 +1,942 @@
+"""The step loop of the CUDA flavour: token ids in, token ids out, one step ahead of the device.
+
+One thread owns the runner. While the device computes step t, the host reads step t-1 and launches step t+1; the token
+that step t chooses is fed to step t+1 on the device. So what ends a request by its content (a stop token, `on_token`)
+is seen one step late, and the token computed in between is dropped. What a step in flight may still touch, its rows'
+blocks above all, is given back only when that step has been read.
+
+Rows live in fixed places of a few arrays (`_Places`), so that a step costs a handful of array operations however many
+rows it has; only rows with something to do for themselves are visited one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from workers.engine.blocks import SCRATCH_BLOCK, BlockPool, Digest, TokenIds, blocks_for, chain_digests
+from workers.engine.engine import EngineStatus
+from workers.engine.request import (
+    Completion,
+    CompletionTimes,
+    FinishReason,
+    GenerationRequest,
+    SamplingParameters,
+    TokenLogprobs,
+    deadline_exceeded,
+    engine_closed,
+    engine_failed,
+    prompt_too_long,
+)
+from workers.engine.scheduler import bucket_for
+
+log = structlog.get_logger()
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+# Steps launched and not yet read, in each lane: one that runs and one that waits behind it.
+STEPS_IN_FLIGHT = 2
+# A source that is not on the device: the token comes from the host with the step.
+FROM_HOST = -1
+# How far behind the head of the line a request may be admitted while those before it wait for a prefix.
+_LOOKAHEAD_PER_ROW = 4
+# Futures and deadlines are looked at this often, or more rarely if that takes more than a twentieth of the time.
+_SWEEP_S = 0.02
+_SWEEP_SHARE = 0.05
+# Uniforms are drawn this many tokens ahead.
+_UNIFORMS = 64
+_BELOW_ONE = np.float32(1 - 2**-24)
+_SEED_MASK = 2**64 - 1
+# How fast the expected length of answers follows those seen: the share of one answer in the running mean.
+_ANSWER_WEIGHT = 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingExtras:
+    """What the rarer requests ask: see `build_sampler_graph`. [n] or, for sparse pairs, [n, width]."""
+
+    fed_counts: Float32s
+    seen_ids: Int64s
+    seen_counts: Float32s
+    frequency_penalty: Float32s
+    presence_penalty: Float32s
+    bias_ids: Int64s
+    bias_values: Float32s
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """How each row of a step draws its token; arrays of [n]. top_k: vocab_size keeps all, 1 is greedy."""
+
+    inverse_temperature: Float32s
+    top_k: Int64s
+    top_p: Float32s
+    uniform: Float32s
+    extras: SamplingExtras | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPrefill:
+    """Prompt pieces of R rows packed into T tokens.
+
+    token_ids: int64 [T]. lengths, past_lengths: int32 [R], tokens of each piece and computed before it. block_table:
+    int32 [R, M]. finishing: int64 [S], the rows whose prompt ends in this piece and which get a token. sampling: for
+    those S rows; None if all are greedy.
+    """
+
+    token_ids: Int64s
+    lengths: Int32s
+    past_lengths: Int32s
+    block_table: Int32s
+    finishing: Int64s
+    sampling: SamplingArrays | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecode:
+    """One token for each of n rows, run in a bucket of `rows` rows and `table_width` blocks a row.
+
+    sources: int64 [n], where each row's token lies on the device (an earlier step's `first_source` plus its place
+    there), or FROM_HOST: then it is in host_ids int64 [n]. past_lengths: int32 [n]. block_table: int32
+    [n, table_width].
+    """
+
+    rows: int
+    table_width: int
+    sources: Int64s
+    host_ids: Int64s
+    past_lengths: Int32s
+    block_table: Int32s
+    sampling: SamplingArrays | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """token_ids: int64 [n]. The rest where extras were asked for: logprob [n], top_ids and top_logprobs [n, k]."""
+
+    token_ids: Int64s
+    logprob: Float32s | None = None
+    top_ids: Int64s | None = None
+    top_logprobs: Float32s | None = None
+
+
+class PagedRunner(Protocol):
+    """What the device does for the engine; see `CudaRunner`. Every method is called by the engine's thread alone.
+
+    feeds_prefill_on_device: a decode step may take the tokens of a prefill that has not been read, because both run
+    one after the other. False: the two kinds run side by side, and prefill's tokens come through the host.
+    """
+
+    vocab_size: int
+    context_length: int
+    block_size: int
+    max_rows: int
+    row_buckets: Sequence[int]
+    table_widths: Sequence[int]
+    feeds_prefill_on_device: bool
+
+    def start(self, report: Callable[[str, int, int], None]) -> int:
+        """Load, allocate, warm up; returns the number of blocks, block 0 included."""
+        ...
+
+    def prefill(self, call: PagedPrefill) -> Any: ...
+
+    def decode(self, call: PagedDecode) -> Any: ...
+
+    def first_source(self, ticket: Any) -> int: ...
+
+    def is_done(self, ticket: Any) -> bool: ...
+
+    def result(self, ticket: Any) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+def plan_pieces(remaining: Sequence[int], budget_tokens: int) -> list[int]:
+    """How many tokens of each row's prompt the next prefill computes: oldest first, until the budget is spent."""
+    pieces: list[int] = []
+    for tokens in remaining:
+        if budget_tokens <= 0:
+            break
+        pieces.append(min(tokens, budget_tokens))
+        budget_tokens -= pieces[-1]
+    return pieces
+
+
+def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: int) -> bool:
+    """Whether the next step is a prefill. Prompts go first, since more rows make decode steps cheaper for each, but
+    decoding rows wait for no more than one burst of prompt tokens."""
+    return can_prefill and (not can_decode or burst_left_tokens > 0)
+
+
+def holds_admission(
+    *, decoding: int, admissible: int, waiting: int, admissible_tokens: int, wanted_tokens: int
+) -> bool:
+    """Whether to let room gather before prompts are admitted: only where the room cannot take all that wait.
+
+    A prefill of a few hundred tokens runs at half the speed of one of thousands (measured on an H200).
+    """
+    return decoding > 0 and admissible < waiting and admissible_tokens < wanted_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request on its way through the engine. context: the prompt, and after a preemption what was answered so far."""
+
+    request: GenerationRequest
+    prompt_tokens: int
+    context: TokenIds
+    future: Future[Completion]
+    submitted_at: float
+    max_new: int
+    digests: list[Digest]
+    place: int = -1
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    registered: int = 0
+    sequence: int = 0
+    cached: int | None = None
+    is_retired: bool = False
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    answered: list[int] = field(default_factory=list)  # before the last preemption
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+    shared_rows: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A launched step: which places get which of its tokens, and which rows it touches."""
+
+    ticket: Any
+    places: Int64s
+    touched: Int64s
+    is_prefill: bool
+
+
+class _Places:
+    """The arrays that steps are built from; one element for each row the device can hold."""
+
+    def __init__(self, count: int, context_length: int, max_blocks: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows: list[_Row | None] = [None] * count
+        self.free = list(range(count - 1, -1, -1))
+        self.lengths = np.zeros(count, dtype=np.int32)  # positions whose KV is computed or in flight
+        self.launched = np.zeros(count, dtype=np.int64)  # new tokens chosen or in flight
+        self.produced = np.zeros(count, dtype=np.int64)  # new tokens read
+        self.limits = np.zeros(count, dtype=np.int64)
+        self.in_flight = np.zeros(count, dtype=np.int64)
+        self.is_live = np.zeros(count, dtype=bool)  # wants its tokens
+        self.is_ready = np.zeros(count, dtype=bool)  # has its prompt computed
+        self.obeys_stop = np.zeros(count, dtype=bool)
+        self.is_attentive = np.zeros(count, dtype=bool)  # each of its tokens is looked at by the host
+        self.tables = np.full((count, max_blocks), SCRATCH_BLOCK, dtype=np.int32)
+        self.block_counts = np.zeros(count, dtype=np.int64)
+        self.expected_blocks = np.zeros(count, dtype=np.int64)
+        self.sources = np.zeros(count, dtype=np.int64)
+        self.host_ids = np.zeros(count, dtype=np.int64)
+        self.tokens = np.zeros((count, context_length + 1), dtype=np.int32)
+        self.steps = np.zeros(count, dtype=np.int64)
+        self.shared_rows = np.zeros(count, dtype=np.int64)
+        self.is_plain = np.ones(count, dtype=bool)
+        self.wants_extras = np.zeros(count, dtype=bool)
+        self.inverse_temperature = np.ones(count, dtype=np.float32)
+        self.top_k = np.ones(count, dtype=np.int64)
+        self.top_p = np.ones(count, dtype=np.float32)
+        self.uniforms = np.zeros((count, _UNIFORMS), dtype=np.float32)
+        self.uniforms_from = np.full(count, -1, dtype=np.int64)
+
+    def settle(self, row: _Row) -> int:
+        """Give a row a place and write down what it asks."""
+        place = self.free.pop()
+        sampling = row.request.sampling
+        extras = _wants_extras(sampling)
+        is_greedy = _is_greedy(sampling)
+        answered = len(row.answered)
+        row.place = place
+        self.rows[place] = row
+        self.lengths[place] = 0
+        self.launched[place] = self.produced[place] = answered
+        self.tokens[place, :answered] = row.answered
+        self.limits[place] = row.max_new
+        self.is_live[place] = True
+        self.is_ready[place] = False
+        self.obeys_stop[place] = not sampling.ignore_eos
+        self.is_attentive[place] = row.request.on_token is not None or extras
+        self.steps[place] = self.shared_rows[place] = 0
+        self.is_plain[place] = is_greedy and not extras
+        self.wants_extras[place] = extras
+        self.inverse_temperature[place] = 1.0 if is_greedy else 1.0 / sampling.temperature
+        self.top_k[place] = 1 if is_greedy else sampling.top_k or self.vocab_size
+        self.top_p[place] = sampling.top_p
+        self.uniforms_from[place] = -1
+        return place
+
+    def hold(self, place: int, blocks: Sequence[int]) -> None:
+        """Append blocks to a row's table."""
+        held = int(self.block_counts[place])
+        self.tables[place, held : held + len(blocks)] = blocks
+        self.block_counts[place] = held + len(blocks)
+
+    def leave(self, row: _Row) -> None:
+        """Free a row's place."""
+        place = row.place
+        row.steps += int(self.steps[place])
+        row.shared_rows += int(self.shared_rows[place])
+        self.tables[place, : self.block_counts[place]] = SCRATCH_BLOCK
+        self.block_counts[place] = self.expected_blocks[place] = 0
+        self.is_live[place] = self.is_ready[place] = False
+        self.rows[place] = None
+        self.free.append(place)
+        row.place = -1
+
+    def row(self, place: int) -> _Row:
+        row = self.rows[place]
+        assert row is not None
+        return row
+
+    def answer(self, row: _Row) -> list[int]:
+        answer: list[int] = self.tokens[row.place, : self.produced[row.place]].tolist()
+        return answer
+
+    def decoding(self) -> Int64s:
+        """Places that the next decode step runs."""
+        return np.flatnonzero(self.is_ready & (self.launched < self.limits))
+
+    def draw_uniforms(self, places: Int64s) -> Float32s:
+        """One number in [0, 1) for each row's next token: the stream of its seed, at its position."""
+        chunks = self.launched[places] // _UNIFORMS
+        for index in np.flatnonzero(chunks != self.uniforms_from[places]):
+            place, chunk = int(places[index]), int(chunks[index])
+            seed = self.row(place).request.sampling.seed & _SEED_MASK
+            stream = np.random.Generator(np.random.Philox(key=seed)).random((chunk + 1) * _UNIFORMS)
+            self.uniforms[place] = np.minimum(stream[-_UNIFORMS:].astype(np.float32), _BELOW_ONE)
+            self.uniforms_from[place] = chunk
+        drawn: Float32s = self.uniforms[places, self.launched[places] % _UNIFORMS]
+        return drawn
+
+
+class PagedEngine:
+    """Continuous batching over a runner's paged KV cache; the same face as `Engine`.
+
+    stop_token_ids: end a request unless it ignores them. prefill_budget_tokens: prompt tokens in one step.
+    prefill_burst_tokens: prompt tokens between two decode steps at most. prefill_wanted_tokens: where not all that wait
+    can be admitted, prompts are admitted this many tokens at a time. prefix_reuse: share blocks of equal beginnings.
+    Raises what `runner.start` raises.
+    """
+
+    def __init__(
+        self,
+        runner: PagedRunner,
+        *,
+        stop_token_ids: Iterable[int],
+        prefill_budget_tokens: int = 8192,
+        prefill_burst_tokens: int = 65536,
+        prefill_wanted_tokens: int = 2048,
+        prefix_reuse: bool = True,
+        report: Callable[[str, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.max_batch_size = runner.max_rows
+        self.context_length = runner.context_length
+        self._runner = runner
+        self._prefill_budget_tokens = prefill_budget_tokens
+        self._prefill_burst_tokens = prefill_burst_tokens
+        self._prefill_wanted_tokens = min(prefill_wanted_tokens, prefill_budget_tokens)
+        self._prefix_reuse = prefix_reuse
+        self._stop_token_ids = [token for token in stop_token_ids if token < runner.vocab_size]
+        self._is_stop = np.zeros(runner.vocab_size, dtype=bool)
+        self._is_stop[self._stop_token_ids] = True
+        self._inbox: deque[_Row] = deque()  # guarded by _wake
+        self._waiting: deque[_Row] = deque()  # this and all below: owned by the engine's thread
+        self._prefilling: list[_Row] = []
+        self._computing: dict[Digest, int] = {}  # contents that an admitted row is about to compute
+        self._lanes: tuple[deque[_Step], deque[_Step]]  # prefill's and decode's; one and the same if they run in turn
+        self._lanes = (deque(), deque())
+        if runner.feeds_prefill_on_device:
+            self._lanes = (self._lanes[0], self._lanes[0])
+        self._burst_left_tokens = prefill_burst_tokens
+        self._undecoded = 0  # tokens of prefills that wait on the device for the next decode step
+        self._sequence = 0
+        self._answer_share = 1.0  # of the new tokens allowed, those that answers took, a running mean
+        self._next_sweep_at = 0.0
+        self._running = 0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._draining = False
+        self._steps = 0
+        self._preemptions = 0
+        self._last_step_at = time.monotonic()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(report,), name="engine", daemon=True)
+        self._thread.start()
+        self._started.result()
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]:
+        """Queue a request. The future gives a `Completion` or raises an EngineError; cancel it to give up.
+
+        Raises EngineError: `context_length_exceeded` if the prompt leaves no room for one token, `engine_closed`.
+        """
+        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        assert prompt.size > 0, "an empty prompt must be refused before the engine"
+        if prompt.size > self.context_length - 1:
+            raise prompt_too_long(prompt.size, self.context_length)
+        future: Future[Completion] = Future()
+        digests = chain_digests(prompt, self._runner.block_size) if self._prefix_reuse else []
+        max_new = min(request.sampling.max_tokens, self.context_length - prompt.size + 1)
+        row = _Row(request, prompt.size, prompt, future, time.monotonic(), max_new, digests)
+        with self._wake:
+            if self._closing or self._draining:
+                raise engine_closed()
+            self._inbox.append(row)
+            self._wake.notify()
+        return future
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            running=self._running,
+            waiting=len(self._waiting) + len(self._inbox),
+            steps=self._steps,
+            last_step_at=self._last_step_at,
+            is_alive=self._thread.is_alive(),
+        )
+
+    def close(self, *, drain: bool = False) -> None:
+        """Stop the thread. drain: answer what was submitted first; else those requests fail with `engine_closed`."""
+        with self._wake:
+            self._draining = True
+            self._closing = self._closing or not drain
+            self._wake.notify()
+        self._thread.join()
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self, report: Callable[[str, int, int], None]) -> None:
+        """Start, loop to the end, then leave no request unanswered. An error is ours or the device's."""
+        try:
+            self._start(report)
+        except BaseException as failure:
+            with self._wake:
+                self._closing = True
+            self._runner.close()
+            self._started.set_exception(failure)
+            return
+        self._started.set_result(None)
+        error: Exception = engine_closed()
+        try:
+            self._loop()
+            self._read_all()
+        except Exception as mistake:
+            log.critical("engine_broken", exc_info=mistake)
+            error = engine_failed(mistake)
+        with self._wake:
+            self._closing = True
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+        for lane in self._lanes:
+            lane.clear()
+        self._places.in_flight[:] = 0
+        for row in [*self._admitted(), *self._waiting]:
+            self._fail(row, error)
+        self._waiting.clear()
+        self._pool.check_integrity()
+        self._runner.close()
+
+    def _start(self, report: Callable[[str, int, int], None]) -> None:
+        runner = self._runner
+        count = runner.start(report)
+        self._pool = BlockPool(count, runner.block_size)
+        self.context_length = min(runner.context_length, (count - 1) * runner.block_size)
+        max_blocks = blocks_for(self.context_length, runner.block_size)
+        self._places = _Places(runner.max_rows, self.context_length, max_blocks, runner.vocab_size)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._running or self._waiting or self._draining):
+                    self._wake.wait()
+                    self._last_step_at = time.monotonic()
+                self._waiting.extend(self._inbox)
+                self._inbox.clear()
+                if self._closing or (self._draining and not self._running and not self._waiting):
+                    return
+            self._turn()
+            self._last_step_at = time.monotonic()
+
+    def _turn(self) -> None:
+        """Launch what can be launched, then read one step: the oldest that is done, else the one that is due first."""
+        self._drop_given_up()
+        self._admit()
+        launched = self._launch()
+        prefills, decodes = self._lanes
+        if launched and len(prefills) < STEPS_IN_FLIGHT and len(decodes) < STEPS_IN_FLIGHT:
+            return
+        lane = prefills if prefills and (not decodes or self._runner.is_done(prefills[0].ticket)) else decodes
+        if lane:
+            self._read(lane.popleft())
+
+    def _launch(self) -> bool:
+        prefills, decodes = self._lanes
+        places = self._places.decoding()
+        if not places.size:
+            self._undecoded = 0
+        can_prefill = bool(self._prefilling) and len(prefills) < STEPS_IN_FLIGHT
+        can_decode = places.size > 0 and len(decodes) < STEPS_IN_FLIGHT
+        if prefills is not decodes:
+            if can_decode:
+                self._decode(places)
+            if can_prefill:
+                self._prefill()
+            return can_prefill or can_decode
+        if can_prefill and places.size and self._undecoded >= self.max_batch_size:
+            can_prefill = False
+        if prefers_prefill(can_prefill=can_prefill, can_decode=can_decode, burst_left_tokens=self._burst_left_tokens):
+            self._prefill()
+        elif can_decode:
+            self._decode(places)
+        return can_prefill or can_decode
+
+    def _drop_given_up(self) -> None:
+        """End the rows whose future was cancelled or whose deadline has passed, admitted or not."""
+        now = time.monotonic()
+        if now < self._next_sweep_at:
+            return
+        for row in [*self._admitted(), *self._waiting]:
+            deadline = row.request.deadline
+            if row.future.cancelled() or (deadline is not None and now > deadline):
+                if row.place < 0:
+                    self._waiting.remove(row)
+                self._fail(row, deadline_exceeded())
+        after = time.monotonic()
+        self._next_sweep_at = after + max(_SWEEP_S, (after - now) / _SWEEP_SHARE)
+
+    def _admitted(self) -> list[_Row]:
+        return [row for row in self._places.rows if row is not None and not row.is_retired]
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give places and blocks to waiting requests, oldest first.
+
+        A request whose beginning an admitted row is about to compute is passed over until it can share it.
+        """
+        if not self._waiting or not self._places.free or self._waits_for_room():
+            return
+        passed_over: deque[_Row] = deque()
+        looks = self.max_batch_size * _LOOKAHEAD_PER_ROW
+        while self._waiting and self._places.free and looks:
+            looks -= 1
+            row = self._waiting.popleft()
+            usable = row.digests[: (len(row.context) - 1) // self._pool.block_size]
+            shared = self._pool.match(usable)
+            if len(shared) < len(usable) and usable[len(shared)] in self._computing:
+                passed_over.append(row)
+                continue
+            if not self._fits(row, shared):
+                self._waiting.appendleft(row)
+                break
+            self._settle(row, shared)
+        self._waiting.extendleft(reversed(passed_over))
+
+    def _waits_for_room(self) -> bool:
+        """A dry run of admission that ignores prefixes: see `holds_admission`."""
+        decoding = int(np.count_nonzero(self._places.is_ready))
+        if not decoding:
+            return False
+        room = self._pool.available - self._growth()
+        admissible = tokens = 0
+        for row in self._waiting:
+            room -= self._expected_blocks(row)
+            if room < 0 or admissible >= len(self._places.free) or tokens >= self._prefill_wanted_tokens:
+                break
+            admissible += 1
+            tokens += len(row.context)
+        return holds_admission(
+            decoding=decoding,
+            admissible=admissible,
+            waiting=len(self._waiting),
+            admissible_tokens=tokens,
+            wanted_tokens=self._prefill_wanted_tokens,
+        )
+
+    def _growth(self) -> int:
+        """Blocks that admitted rows are still expected to take."""
+        return int(np.maximum(self._places.expected_blocks - self._places.block_counts, 0).sum())
+
+    def _expected_blocks(self, row: _Row) -> int:
+        share = 1.0 if row.request.sampling.ignore_eos else self._answer_share
+        remaining = max(1, round(row.max_new * share) - len(row.answered))
+        # The last new token is never fed, so it takes no position.
+        tokens = min(len(row.context) + remaining - 1, self.context_length)
+        return blocks_for(tokens, self._pool.block_size)
+
+    def _fits(self, row: _Row, shared: Sequence[int]) -> bool:
+        """Whether the row can be admitted so that all admitted ones likely end without a preemption."""
+        room = self._pool.available - self._pool.idle_among(shared)
+        if self._running == 0:
+            return blocks_for(len(row.context), self._pool.block_size) - len(shared) <= room
+        return self._expected_blocks(row) - len(shared) <= room - self._growth()
+
+    def _settle(self, row: _Row, shared: list[int]) -> None:
+        self._pool.share(shared)
+        taken = self._pool.take(blocks_for(len(row.context), self._pool.block_size) - len(shared))
+        assert taken is not None
+        place = self._places.settle(row)
+        row.blocks = [*shared, *taken]
+        row.computed = len(shared) * self._pool.block_size
+        row.registered = len(shared)
+        if row.cached is None:
+            row.cached = row.computed
+            row.admitted_at = time.monotonic()
+        self._sequence += 1
+        row.sequence = self._sequence
+        self._places.hold(place, row.blocks)
+        self._places.expected_blocks[place] = self._expected_blocks(row)
+        for digest in row.digests[row.registered :]:
+            self._computing[digest] = self._computing.get(digest, 0) + 1
+        self._prefilling.append(row)
+        self._running += 1
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        places = self._places
+        room = self.max_batch_size - self._undecoded if self._runner.feeds_prefill_on_device else self.max_batch_size
+        rows = self._prefilling[: max(1, room)]
+        pieces = plan_pieces([len(row.context) - row.computed for row in rows], self._prefill_budget_tokens)
+        rows = rows[: len(pieces)]
+        ends = [row.computed + piece for row, piece in zip(rows, pieces, strict=True)]
+        at = np.array([row.place for row in rows], dtype=np.int64)
+        is_finishing = np.array([end == len(row.context) for row, end in zip(rows, ends, strict=True)])
+        finishing = np.flatnonzero(is_finishing)
+        width = blocks_for(max(ends), self._pool.block_size)
+        call = PagedPrefill(
+            token_ids=np.concatenate(
+                [row.context[row.computed : end] for row, end in zip(rows, ends, strict=True)]
+            ).astype(np.int64),
+            lengths=np.array(pieces, dtype=np.int32),
+            past_lengths=np.array([row.computed for row in rows], dtype=np.int32),
+            block_table=places.tables[at, :width],
+            finishing=finishing,
+            sampling=self._sampling(at[finishing], is_prefill=True),
+        )
+        try:
+            ticket = self._runner.prefill(call)
+        except Exception as error:
+            self._fail_run(rows, error)
+            return
+        for row, end in zip(rows, ends, strict=True):
+            row.computed = end
+            self._register(row)
+        done = at[finishing]
+        places.lengths[at] = ends
+        places.in_flight[at] += 1
+        places.launched[done] += 1
+        if self._runner.feeds_prefill_on_device:
+            places.sources[done] = self._runner.first_source(ticket) + np.arange(done.size)
+            places.is_ready[done] = True
+            self._undecoded += done.size
+        else:
+            places.sources[done] = FROM_HOST
+        self._prefilling = [row for row in self._prefilling if row.computed < len(row.context)]
+        self._burst_left_tokens -= sum(pieces)
+        self._lanes[0].append(_Step(ticket, done, at, is_prefill=True))
+        self._steps += 1
+
+    def _register(self, row: _Row) -> None:
+        """Let others share the full prompt blocks whose computation is launched."""
+        full = min(row.computed // self._pool.block_size, len(row.digests))
+        for index in range(row.registered, full):
+            self._pool.register(row.blocks[index], row.digests[index])
+            self._withdraw(row.digests[index])
+        row.registered = max(row.registered, full)
+
+    def _withdraw(self, digest: Digest) -> None:
+        self._computing[digest] -= 1
+        if not self._computing[digest]:
+            del self._computing[digest]
+
+    def _decode(self, wanted: Int64s) -> None:
+        places = self._places
+        if not self._grow_tables(wanted):
+            # Rows were read or preempted on the way: what can run has changed.
+            wanted = places.decoding()
+            if not wanted.size:
+                return
+            if not self._grow_tables(wanted):
+                return
+        width = bucket_for(int(places.block_counts[wanted].max()), self._runner.table_widths)
+        call = PagedDecode(
+            rows=bucket_for(wanted.size, self._runner.row_buckets),
+            table_width=width,
+            sources=places.sources[wanted],
+            host_ids=places.host_ids[wanted],
+            past_lengths=places.lengths[wanted],
+            block_table=_columns(places.tables, wanted, width),
+            sampling=self._sampling(wanted, is_prefill=False),
+        )
+        try:
+            ticket = self._runner.decode(call)
+        except Exception as error:
+            self._fail_run([places.row(int(place)) for place in wanted], error)
+            return
+        places.lengths[wanted] += 1
+        places.launched[wanted] += 1
+        places.in_flight[wanted] += 1
+        places.steps[wanted] += 1
+        places.shared_rows[wanted] += wanted.size
+        places.sources[wanted] = self._runner.first_source(ticket) + np.arange(wanted.size)
+        self._burst_left_tokens = self._prefill_burst_tokens
+        self._undecoded = 0
+        self._lanes[1].append(_Step(ticket, wanted, wanted, is_prefill=False))
+        self._steps += 1
+
+    def _grow_tables(self, wanted: Int64s) -> bool:
+        """Give a block to each row whose next position begins one; False if rows had to be preempted for that."""
+        places, size = self._places, self._pool.block_size
+        needy = wanted[places.lengths[wanted] >= places.block_counts[wanted] * size]
+        for place in needy:
+            taken = self._pool.take(1)
+            if taken is None:
+                self._make_room()
+                return False
+            places.row(int(place)).blocks.extend(taken)
+            places.hold(int(place), taken)
+        return True
+
+    def _make_room(self) -> None:
+        """Read all that is in flight, which may end rows; if that frees nothing, preempt the youngest row."""
+        self._read_all()
+        while not self._pool.available:
+            rows = self._admitted()
+            assert len(rows) > 1, "one row alone always fits"
+            youngest = max(rows, key=lambda row: row.sequence)
+            log.info("request_preempted", running=self._running, waiting=len(self._waiting))
+            self._preempt(youngest)
+
+    def _preempt(self, row: _Row) -> None:
+        """Take a row's blocks and let it wait at the head of the line, to compute its context again."""
+        self._preemptions += 1
+        self._stop_computing(row)
+        row.answered = self._places.answer(row)
+        row.context = np.concatenate([row.context[: row.prompt_tokens], np.array(row.answered, dtype=np.int32)])
+        self._release(row)
+        row.blocks = []
+        row.digests = chain_digests(row.context, self._pool.block_size, row.digests) if self._prefix_reuse else []
+        self._waiting.appendleft(row)
+
+    def _sampling(self, at: Int64s, *, is_prefill: bool) -> SamplingArrays | None:
+        places = self._places
+        if bool(places.is_plain[at].all()):
+            return None
+        extras: SamplingExtras | None = None
+        if bool(places.wants_extras[at].any()):
+            fed = np.zeros(at.size, dtype=np.float32)
+            if not is_prefill:
+                # The token fed to a decode step is counted on the device if the host has not read it yet.
+                fed = (places.launched[at] - places.produced[at]).astype(np.float32)
+            extras = _extras([places.row(int(place)) for place in at], fed, places.vocab_size)
+        return SamplingArrays(
+            inverse_temperature=places.inverse_temperature[at],
+            top_k=places.top_k[at],
+            top_p=places.top_p[at],
+            uniform=places.draw_uniforms(at),
+            extras=extras,
+        )
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        for lane in self._lanes:
+            while lane:
+                self._read(lane.popleft())
+
+    def _read(self, step: _Step) -> None:
+        """Wait for a step and hand its tokens to their rows."""
+        places = self._places
+        result = self._runner.result(step.ticket)
+        now = time.monotonic()
+        places.in_flight[step.touched] -= 1
+        at = step.places
+        if step.is_prefill:
+            for place in at:
+                row = places.row(int(place))
+                row.first_token_at = row.first_token_at or now
+        if at.size:
+            self._take_tokens(at, result, now)
+            if step.is_prefill and not self._runner.feeds_prefill_on_device:
+                live = at[places.is_live[at]]
+                places.host_ids[live] = places.tokens[live, places.produced[live] - 1]
+                places.is_ready[live] = True
+        for place in step.touched[~places.is_live[step.touched]]:
+            row = places.row(int(place))
+            if row.is_retired and not places.in_flight[place]:
+                self._release(row)
+
+    def _take_tokens(self, at: Int64s, result: StepResult, now: float) -> None:
+        """Write down each live row's token, and visit the rows that end or asked to be told."""
+        places = self._places
+        indices = np.flatnonzero(places.is_live[at])
+        at, token_ids = at[indices], result.token_ids[indices]
+        produced = places.produced[at]
+        places.tokens[at, produced] = token_ids
+        places.produced[at] = produced + 1
+        is_stop = self._is_stop[token_ids] & places.obeys_stop[at]
+        is_last = produced + 1 >= places.limits[at]
+        for index in np.flatnonzero(is_stop | is_last | places.is_attentive[at]):
+            row = places.row(int(at[index]))
+            token_id = int(token_ids[index])
+            if is_stop[index]:
+                places.produced[row.place] -= 1  # the stop token is no part of the answer
+                self._finish(row, FinishReason.STOP, now)
+                continue
+            if places.wants_extras[row.place]:
+                _note(row, token_id, result, int(indices[index]))
+            if row.request.on_token is not None and row.request.on_token(token_id):
+                self._finish(row, FinishReason.STOP, now)
+            elif is_last[index]:
+                self._finish(row, FinishReason.LENGTH, now)
+
+    def _finish(self, row: _Row, reason: FinishReason, now: float) -> None:
+        places, sampling = self._places, row.request.sampling
+        answer = places.answer(row)
+        steps = row.steps + int(places.steps[row.place])
+        shared_rows = row.shared_rows + int(places.shared_rows[row.place])
+        if not sampling.ignore_eos:
+            self._answer_share += _ANSWER_WEIGHT * (len(answer) / row.max_new - self._answer_share)
+        completion = Completion(
+            completion_token_ids=tuple(answer),
+            finish_reason=reason,
+            logprobs=tuple(row.logprobs) if sampling.logprobs is not None else None,
+            prompt_tokens=row.prompt_tokens,
+            cached_tokens=row.cached or 0,
+            mean_batch_size=shared_rows / steps if steps else 1.0,
+            times=CompletionTimes(
+                wait_s=row.admitted_at - row.submitted_at,
+                prefill_s=row.first_token_at - row.admitted_at,
+                decode_s=now - row.first_token_at,
+            ),
+        )
+        self._retire(row)
+        if row.future.set_running_or_notify_cancel():
+            row.future.set_result(completion)
+
+    def _fail(self, row: _Row, error: Exception) -> None:
+        self._retire(row)
+        if row.future.set_running_or_notify_cancel():
+            row.future.set_exception(error)
+
+    def _fail_run(self, rows: Sequence[_Row], error: Exception) -> None:
+        """A launch failed: its rows end with a retryable error."""
+        log.error("model_run_failed", rows=len(rows), exc_info=error)
+        for row in rows:
+            if not row.is_retired:
+                self._fail(row, engine_failed(error))
+
+    def _retire(self, row: _Row) -> None:
+        """Take no more tokens for a row; its place and blocks go when no step in flight touches them."""
+        if row.place < 0:
+            return
+        row.is_retired = True
+        self._places.is_live[row.place] = self._places.is_ready[row.place] = False
+        self._stop_computing(row)
+        if not self._places.in_flight[row.place]:
+            self._release(row)
+
+    def _stop_computing(self, row: _Row) -> None:
+        """Take a row out of prefill, and let those that waited for its blocks compute them themselves."""
+        if row.computed < len(row.context):
+            self._prefilling.remove(row)
+        for digest in row.digests[row.registered :]:
+            self._withdraw(digest)
+        row.registered = len(row.digests)
+
+    def _release(self, row: _Row) -> None:
+        """Give back a row's place and blocks. What its full blocks hold stays known until they are wanted."""
+        places, pool = self._places, self._pool
+        if self._prefix_reuse and row.computed >= len(row.context):
+            known = len(row.digests)
+            fed = np.concatenate(
+                [row.context[: row.prompt_tokens], places.tokens[row.place, : places.produced[row.place]]]
+            )
+            fed = fed[: min(int(places.lengths[row.place]), len(fed))]
+            if len(fed) // pool.block_size > known:
+                row.digests = chain_digests(fed, pool.block_size, row.digests)
+                for index in range(known, len(row.digests)):
+                    pool.register(row.blocks[index], row.digests[index])
+        pool.release(row.blocks)
+        places.leave(row)
+        self._running -= 1
+
+
+def _is_greedy(sampling: SamplingParameters) -> bool:
+    return sampling.temperature <= 0.0 or sampling.top_k == 1
+
+
+def _is_penalized(sampling: SamplingParameters) -> bool:
+    return sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+
+
+def _wants_extras(sampling: SamplingParameters) -> bool:
+    return _is_penalized(sampling) or bool(sampling.logit_bias) or sampling.logprobs is not None
+
+
+def _columns(tables: Int32s, at: Int64s, width: int) -> Int32s:
+    """The tables of some rows, `width` blocks wide: longer than any table where the bucket is."""
+    chosen = tables[at, :width]
+    missing = width - chosen.shape[1]
+    return np.pad(chosen, ((0, 0), (0, missing)), constant_values=SCRATCH_BLOCK) if missing > 0 else chosen
+
+
+def _extras(rows: Sequence[_Row], fed_counts: Float32s, vocab_size: int) -> SamplingExtras:
+    """Sparse penalties and biases of a step's rows, filled up to the longest."""
+    penalized = [row.counts if _is_penalized(row.request.sampling) else {} for row in rows]
+    biases = [[pair for pair in row.request.sampling.logit_bias if 0 <= pair[0] < vocab_size] for row in rows]
+    seen_ids = np.zeros((len(rows), max(1, *map(len, penalized))), dtype=np.int64)
+    seen_counts = np.zeros(seen_ids.shape, dtype=np.float32)
+    bias_ids = np.zeros((len(rows), max(1, *map(len, biases))), dtype=np.int64)
+    bias_values = np.zeros(bias_ids.shape, dtype=np.float32)
+    for index, (counts, bias) in enumerate(zip(penalized, biases, strict=True)):
+        if counts:
+            seen_ids[index, : len(counts)] = list(counts.keys())
+            seen_counts[index, : len(counts)] = list(counts.values())
+        if bias:
+            bias_ids[index, : len(bias)] = [token for token, _ in bias]
+            bias_values[index, : len(bias)] = [value for _, value in bias]
+    return SamplingExtras(
+        fed_counts=fed_counts,
+        seen_ids=seen_ids,
+        seen_counts=seen_counts,
+        frequency_penalty=np.array([row.request.sampling.frequency_penalty for row in rows], dtype=np.float32),
+        presence_penalty=np.array([row.request.sampling.presence_penalty for row in rows], dtype=np.float32),
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+    )
+
+
+def _note(row: _Row, token_id: int, result: StepResult, index: int) -> None:
+    """Keep what penalties and log probabilities need of a token."""
+    sampling = row.request.sampling
+    if _is_penalized(sampling):
+        row.counts[token_id] = row.counts.get(token_id, 0) + 1
+    if sampling.logprobs is None:
+        return
+    assert result.logprob is not None and result.top_ids is not None and result.top_logprobs is not None
+    top = zip(
+        result.top_ids[index, : sampling.logprobs].tolist(),
+        result.top_logprobs[index, : sampling.logprobs].tolist(),
+        strict=True,
+    )
+    row.logprobs.append(TokenLogprobs(token_id, float(result.logprob[index]), tuple(top)))
