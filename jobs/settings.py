@@ -145,6 +145,16 @@ def load_settings(env_file: Path | None = Path(".env")) -> Settings:
     )
 
 
+def environment_of(settings: Settings) -> dict[str, str]:
+    """The variables that make a child process load these same settings."""
+    environment = {f"{PREFIX}HOME": str(settings.home)}
+    for variable, (_, path) in variables().items():
+        group, _, name = path.partition(".")
+        if name:
+            environment[variable] = str(getattr(getattr(settings, group), name))
+    return environment
+
+
 def variables() -> dict[str, tuple[Any, str]]:
     """Every variable -> its default and the field it sets, as `group.field`."""
     found: dict[str, tuple[Any, str]] = {f"{PREFIX}HOME": (None, "home")}

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from jobs.settings import Settings
+from jobs.settings import Settings, environment_of
 
 # What a dying worker last wrote to standard error that is worth showing.
 TAIL_BYTES = 4000
@@ -27,20 +27,13 @@ class WorkerProcess:
         self.log_file = settings.logs_dir / f"worker-{os.getpid()}.stderr.log"
         self._log: IO[bytes] = self.log_file.open("ab")
         self._log_start = self._log.tell()
-        environment = {
-            **os.environ,
-            "PROMPTMILL_HOME": str(settings.home),
-            "PROMPTMILL_QUEUE_URL": settings.queue.url,
-            "PROMPTMILL_DATABASE_URL": settings.database.url,
-            "PROMPTMILL_WORKER_DRAIN_S": str(settings.worker.drain_s),
-        }
         self.started_at = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact), "--parent-pid", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=environment,
+            env={**os.environ, **environment_of(settings)},
             start_new_session=True,
         )
 

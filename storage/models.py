@@ -143,9 +143,8 @@ class Request(Base):
     custom_id: Mapped[str | None] = mapped_column(Text)  # None: the line was unreadable or had none
     status: Mapped[str] = mapped_column(Text, default=RequestStatus.PENDING.value)
     prefix_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("prefixes.id"))
-    body: Mapped[str | None] = mapped_column(
-        Text
-    )  # the OpenAI body without its prefix; None: refused before it had one
+    # The OpenAI body without its prefix; None: the line was refused before it had one.
+    body: Mapped[str | None] = mapped_column(Text)
     attempt: Mapped[int] = mapped_column(Integer, default=0)
     worker: Mapped[str | None] = mapped_column(Text)
     queued_at: Mapped[float | None] = mapped_column(Double)

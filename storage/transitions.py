@@ -596,8 +596,8 @@ _HELD = (
 _OF_WORKER = (
     select(*_CLAIM_COLUMNS)
     .where(_is(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
-    .order_by(REQUESTS.c.id)
-    .with_for_update()
+    .order_by(REQUESTS.c.lease_expires_at)  # by id, SQLite would walk through the whole table
+    .with_for_update(skip_locked=True)
 )
 _OVERDUE = (
     select(*_CLAIM_COLUMNS)

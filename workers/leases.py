@@ -73,7 +73,7 @@ class LeaseKeeper:
         with self._lock:
             held = {request_id: attempt for request_id, (attempt, _) in self._held.items()}
         now = self._database.now()
-        with self._database.write() as connection:
+        with self._database.write(durable=False) as connection:
             update_worker(connection, self._worker, now)
             lost = renew_leases(connection, held, worker=self._worker, lease_s=self.lease_s, now=now) if held else set()
         with self._lock:

@@ -95,7 +95,8 @@ def run_requests(context: WorkerContext, request_ids: Sequence[int]) -> None:
     claimed = context.database.retry(
         lambda connection: claim_requests(
             connection, request_ids, worker=context.name, lease_s=context.leases.lease_s, now=now
-        )
+        ),
+        durable=False,  # a claim that a crash forgets is one that nobody has run
     )
     if not claimed:
         log.debug("chunk_skipped", requests=len(request_ids))

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from storage import queries
-from tests.shared_data import stories_folder
 from tests.end_to_end.conftest import Home, wait_for
+from tests.shared_data import stories_folder
 
 GREEDY = {"temperature": 0}
 

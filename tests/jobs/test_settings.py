@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import LONGEST_RUNTIME_DIR, Settings, load_settings, variables
+from jobs.settings import LONGEST_RUNTIME_DIR, Settings, environment_of, load_settings, variables
 from storage.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +132,13 @@ def test_each_setting_has_a_row_in_the_docs() -> None:
         if default not in (None, ""):
             shown = str(default).lower() if isinstance(default, bool) else str(default).removesuffix(".0")
             assert documented[name] == f"`{shown}`", name
+
+
+def test_a_child_process_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a parent decided, by environment or by itself, reaches its workers."""
+    loaded = load_settings(env_file=None)
+    engine = loaded.engine.model_copy(update={"max_batch_size": 7, "prefix_reuse": False})
+    changed = loaded.model_copy(update={"engine": engine})
+    for name, value in environment_of(changed).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings(env_file=None) == changed

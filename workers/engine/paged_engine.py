@@ -769,6 +769,7 @@ class PagedEngine:
         result = self._runner.result(step.ticket)
         now = time.monotonic()
         places.in_flight[step.touched] -= 1
+        retired = step.touched[~places.is_live[step.touched]]  # before this step's tokens end others
         at = step.places
         if step.is_prefill:
             for place in at:
@@ -780,10 +781,9 @@ class PagedEngine:
                 live = at[places.is_live[at]]
                 places.host_ids[live] = places.tokens[live, places.produced[live] - 1]
                 places.is_ready[live] = True
-        for place in step.touched[~places.is_live[step.touched]]:
-            row = places.row(int(place))
-            if row.is_retired and not places.in_flight[place]:
-                self._release(row)
+        for place in retired:
+            if not places.in_flight[place]:
+                self._release(places.row(int(place)))
 
     def _take_tokens(self, at: Int64s, result: StepResult, now: float) -> None:
         """Write down each live row's token, and visit the rows that end or asked to be told."""
