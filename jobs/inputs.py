@@ -5,8 +5,8 @@ prompt a line; CSV, TSV, Parquet (and JSONL) rows through a template. A bad line
 unusable as a whole raises InputError. Every line that is not blank ends as exactly one InputLine or RefusedLine.
 
 Where `--system` and `--context` stand, the same bytes in every prompt so that they are computed once:
-- chat: the system message is the system text, an empty line, the context. (Measured 2026-11-30 with SmolLM2-135M on the
-  example's questions: 19 of 40 right with the context there, 12 to 16 with it at the beginning of the user's message.)
+- chat: the system message is the system text, an empty line, the context. (Measured 2026-11-30 with SmolLM2-135M on
+  forty questions about the example's handbook: 19 right with the context there, 12 to 16 with it before the question.)
 - completions: context, an empty line, prompt.
 They are for prompts that are made here (text, `prompt` lines, rows), not for lines that bring whole messages.
 """

@@ -58,11 +58,16 @@ class SubmitProgress:
 
 @dataclass(frozen=True)
 class Submission:
-    """was_there: the batch had been submitted in whole before; written: lines that this call added."""
+    """batch: as it stood then. was_there: it had been submitted in whole before. written: lines that were added."""
 
     batch: BatchRow
     was_there: bool
     written: int
+
+    @property
+    def was_finished(self) -> bool:
+        """All its answers were there already: nothing is computed."""
+        return self.was_there and self.batch.is_final
 
 
 def submit(

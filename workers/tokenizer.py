@@ -30,7 +30,7 @@ class Tokenizer:
         self.bos_token_id = artifact.tokenizer.bos_token_id
         self.stop_token_ids = artifact.tokenizer.stop_token_ids
         self.add_bos = artifact.tokenizer.add_bos
-        self._encoder = _open_encoder(artifact)
+        self._encoder = open_encoder(artifact.path, artifact.tokenizer.added_tokens)
         template_path = artifact.path / CHAT_TEMPLATE_FILE
         if template_path.exists():
             source = template_path.read_text(encoding="utf-8")
@@ -166,8 +166,8 @@ class StopStrings:
         return True
 
 
-class _Encoder(Protocol):
-    """What the two kinds of tokenizer offer. special_ids: tokens that stand for no text."""
+class Encoder(Protocol):
+    """What both kinds of tokenizer file offer. special_ids: tokens that stand for no text."""
 
     token_bytes: list[bytes]
     special_ids: frozenset[int]
@@ -176,6 +176,23 @@ class _Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+
+def open_encoder(folder: Path, added_tokens: Mapping[str, int]) -> Encoder:
+    """Open the tokenizer file of a folder. added_tokens: those that a SentencePiece file does not hold.
+
+    Raises ArtifactError where there is none or it cannot be read.
+    """
+    for name in ("tokenizer.json", "tokenizer.model"):
+        path = folder / name
+        if path.exists():
+            try:
+                if name == "tokenizer.json":
+                    return _JsonEncoder(path.read_bytes())
+                return _SentencePieceEncoder(path, added_tokens)
+            except Exception as error:  # both libraries raise nothing narrower
+                raise ArtifactError(f"{path} cannot be read: {error}; convert the model again") from error
+    raise ArtifactError(f"{folder} has no tokenizer.json and no tokenizer.model; convert the model again")
 
 
 class _JsonEncoder:
@@ -236,19 +253,6 @@ class _SentencePieceEncoder:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
-
-
-def _open_encoder(artifact: Artifact) -> _Encoder:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        path = artifact.path / name
-        if path.exists():
-            try:
-                if name == "tokenizer.json":
-                    return _JsonEncoder(path.read_bytes())
-                return _SentencePieceEncoder(path, artifact.tokenizer.added_tokens)
-            except Exception as error:  # both libraries raise nothing narrower
-                raise ArtifactError(f"{path} cannot be read: {error}; convert the model again") from error
-    raise ArtifactError(f"{artifact.path} has no tokenizer.json and no tokenizer.model; convert the model again")
 
 
 def _piece_bytes(piece: str) -> bytes:

@@ -19,7 +19,7 @@ from jobs.custom_ids import CustomIds
 from jobs.inputs import InputFormat, InputLine, InputOptions, InputReader
 from jobs.prefixes import PrefixFinder
 from jobs.protocol import ChatBody, CompletionBody, Endpoint, GenerationBody, load_body
-from jobs.source import InputError, open_source
+from jobs.source import UTF16_MARKS, InputError, open_source
 from jobs.template import PromptTemplate
 from storage.transitions import RefusedLine
 
@@ -516,6 +516,30 @@ class TestAnyBytes:
                 assert item.error_message.startswith(f"in.{kind} line {item.line}: ")
         ids = [item.custom_id for item in items if isinstance(item, InputLine)]
         assert len(ids) == len(set(ids))
+
+    @given(st.lists(PIECES, min_size=1, max_size=8))
+    @settings(max_examples=150)
+    def test_a_line_means_the_same_whatever_stands_before_it(self, tmp_path: Path, lines: list[bytes]) -> None:
+        """The kind of the line before is tried first, for speed; that must never change what a line is."""
+        lines = [line for line in lines if b"\n" not in line]
+        together, alone = tmp_path / "in.jsonl", tmp_path / "alone.jsonl"
+        together.write_bytes(b"\n".join(lines))
+        try:
+            items = {item.line: item for item in read(together, endpoint=Endpoint.CHAT)}
+        except InputError:
+            return
+        for number, line in enumerate(lines[1:], start=2):  # a byte-order mark means something on the first alone
+            if number not in items or line.startswith((b"\xef\xbb\xbf", *UTF16_MARKS, b"\x1f\x8b")):
+                continue
+            alone.write_bytes(line)
+            (single,) = read(alone, endpoint=Endpoint.CHAT)
+            found = items[number]
+            if isinstance(found, InputLine):
+                assert isinstance(single, InputLine)
+                assert found.body == single.body
+            elif found.error_code != "duplicate_custom_id":
+                assert isinstance(single, RefusedLine)
+                assert (found.error_code, found.custom_id) == (single.error_code, single.custom_id)
 
     @given(st.lists(st.lists(PIECES, max_size=3).map(b"".join), max_size=8), st.sampled_from(["csv", "tsv", "parquet"]))
     @settings(max_examples=200)

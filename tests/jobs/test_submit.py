@@ -81,7 +81,7 @@ def test_the_same_command_again_finds_the_same_batch(database: Database, path: P
     first = send(database, path, defaults=GenerationBody(seed=1))
     again = send(database, path, defaults=GenerationBody(seed=1))
     assert again.batch.id == first.batch.id
-    assert (again.was_there, again.written) == (True, 0)
+    assert (again.was_there, again.was_finished, again.written) == (True, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,7 @@ def test_a_batch_whose_every_line_is_refused_is_finished_at_once(database: Datab
     path.write_text("no json\n")
     batch = send(database, path).batch
     assert (batch.status, batch.failed_requests) == (BatchStatus.COMPLETED, 1)
+    assert send(database, path).was_finished
 
 
 def test_a_cancelled_batch_is_not_found_again(database: Database, path: Path) -> None:

@@ -497,7 +497,7 @@ class PagedEngine:
         if prefills is not decodes:
             if can_decode:
                 self._decode(places)
-            if can_prefill:
+            if can_prefill and self._prefilling:  # the decode step may have preempted them
                 self._prefill()
             return can_prefill or can_decode
         if can_prefill and places.size and self._undecoded >= self.max_batch_size:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from workers.models import smoothing
 from workers.models.artifact import (
     MODEL_FILE,
     Artifact,
@@ -19,6 +20,7 @@ from workers.models.description import DType
 from workers.models.errors import ArtifactError, ConversionError
 from workers.models.graph import read_epsilon, write_graph
 from workers.models.weights import DATA_FILE, write_weights
+from workers.tokenizer import open_encoder
 
 DEMO = "demo"
 # RMSNorm's epsilon is float32 in the graph.
@@ -68,17 +70,18 @@ def _convert(
         checkpoint = open_checkpoint(path)
         description = checkpoint.description
         context = _context(context_length, description.context_length)
+        for name, content in checkpoint.tokenizer_files.items():
+            (folder / name).write_bytes(content)
         weights = write_weights(
             checkpoint,
             dtype,
             context,
             folder / DATA_FILE,
             lambda done, total: progress("converting weights", done, total),
+            open_encoder(folder, checkpoint.tokenizer.added_tokens).encode(smoothing.TEXT),
         )
         write_graph(description, dtype, weights, folder / MODEL_FILE)
         check_epsilon(folder / MODEL_FILE, description.rms_norm_epsilon)
-        for name, content in checkpoint.tokenizer_files.items():
-            (folder / name).write_bytes(content)
         progress("writing to the disk", 0, 1)
         write_manifest(
             folder,

@@ -14,8 +14,6 @@ from workers.models.errors import UnreadableCheckpoint, UnsupportedModel
 DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Inputs that share a scale in quantized weights: see quantization_of.
-BLOCK_SIZE = 64
 # GroupQueryAttention with rotary positions takes heads of whole sixteens.
 HEAD_DIM_MULTIPLE = 16
 
@@ -192,11 +190,12 @@ def quantization_of(weight: str, dtype: DType) -> Quantization | None:
 
     The embedding and the head stay at eight bits even in int4: they decide every token and are read once. Larger blocks
     are faster, smaller ones closer, above all because activations are rounded block by block too. SmolLM2-135M against
-    float32, two AVX-512 cores, 2026-11-30 (KL divergence a token; tok/s of a 32-row decode and of a 4 x 128 prefill):
-    int8 of block 32: 0.0049, 460, 778; 64: 0.0082, 484, 957; 128: 0.0144, 540, 1097.
-    int4 of block 32: 0.44, 408, 612; 64: 0.47, 470, 745; 128: 0.55, 491, 866.
+    float32, smoothed, two AVX-512 cores, 2026-11-30 (KL divergence a token; tok/s of a 32-row decode, of a prefill):
+    int8 of block 64: 0.0042, 484, 957; of 128 with a head of 64: 0.0056, 540, 1097 (the head costs 0.0011 at 128).
+    int4 of block 32: 0.22, 408, 612; of 64: 0.28, 470, 745.
     """
     if dtype not in ("int8", "int4") or "norm" in weight:
         return None
-    is_int4 = dtype == "int4" and weight.startswith("layers.")
-    return Quantization(bits=4 if is_int4 else 8, block_size=BLOCK_SIZE)
+    if not weight.startswith("layers."):
+        return Quantization(bits=8, block_size=64)
+    return Quantization(bits=4, block_size=32) if dtype == "int4" else Quantization(bits=8, block_size=128)

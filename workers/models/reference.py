@@ -5,45 +5,61 @@ arithmetic alone. One row, the whole sequence at once, no cache.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workers.models.description import ModelDescription
-from workers.models.weights import StoredWeights
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]  # float64 here; smoothing follows a text in float32
 
 
-def reference_logits(description: ModelDescription, weights: StoredWeights, token_ids: Sequence[int]) -> Array:
+class Weights(Protocol):
+    """Where the weights come from; `StoredWeights` reads an artifact's."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def float64(self, name: str, columns: int | None = None) -> NDArray[np.float64]: ...
+
+    def float64_rows(self, name: str, columns: int, rows: Sequence[int]) -> NDArray[np.float64]: ...
+
+
+def reference_logits(description: ModelDescription, weights: Weights, token_ids: Sequence[int]) -> NDArray[np.float64]:
     """Return logits, float64 [len(token_ids), vocab_size], at every position."""
     hidden_size = description.hidden_size
     cos, sin = weights.float64("rope.cos")[: len(token_ids)], weights.float64("rope.sin")[: len(token_ids)]
     hidden = weights.float64_rows("embedding.weight", hidden_size, token_ids)
     for layer in range(description.num_layers):
         at = f"layers.{layer}"
-        normed = _normalize(hidden, weights.float64(f"{at}.attention_norm.weight"), description.rms_norm_epsilon)
+        normed = normalize(hidden, weights.float64(f"{at}.attention_norm.weight"), description.rms_norm_epsilon)
         qkv = normed @ weights.float64(f"{at}.attention.qkv.weight", hidden_size).T
-        attended = _attend(qkv, cos, sin, description)
+        attended = attend(qkv, cos, sin, description)
         hidden = hidden + attended @ weights.float64(f"{at}.attention.output.weight", description.query_size).T
-        normed = _normalize(hidden, weights.float64(f"{at}.mlp_norm.weight"), description.rms_norm_epsilon)
+        normed = normalize(hidden, weights.float64(f"{at}.mlp_norm.weight"), description.rms_norm_epsilon)
         gate = normed @ weights.float64(f"{at}.mlp.gate.weight", hidden_size).T
         up = normed @ weights.float64(f"{at}.mlp.up.weight", hidden_size).T
-        gated = gate * _sigmoid(gate) * up
+        gated = gate * sigmoid(gate) * up
         hidden = hidden + gated @ weights.float64(f"{at}.mlp.down.weight", description.intermediate_size).T
-    normed = _normalize(hidden, weights.float64("norm.weight"), description.rms_norm_epsilon)
+    normed = normalize(hidden, weights.float64("norm.weight"), description.rms_norm_epsilon)
     head = "head.weight" if "head.weight" in weights else "embedding.weight"
     return normed @ weights.float64(head, hidden_size).T
 
 
-def _normalize(values: Array, gain: Array, epsilon: float) -> Array:
+def normalize(values: Array, gain: Array, epsilon: float) -> Array:
+    """RMSNorm over the last axis."""
     scale: Array = 1 / np.sqrt((values * values).mean(axis=-1, keepdims=True) + epsilon)
     return values * scale * gain
 
 
-def _attend(qkv: Array, cos: Array, sin: Array, description: ModelDescription) -> Array:
-    """qkv: [tokens, query_size + 2 * kv_size]. Returns [tokens, query_size]."""
-    query_end, key_end = description.query_size, description.query_size + description.kv_size
+def attend(qkv: Array, cos: Array, sin: Array, description: ModelDescription) -> Array:
+    """Causal grouped attention with rotary positions over one row.
+
+    qkv: [tokens, (heads + 2 * KV heads) * channels], heads filled up or not. Returns [tokens, heads * channels].
+    """
+    channels = qkv.shape[1] // (description.num_heads + 2 * description.num_kv_heads)
+    query_end = description.num_heads * channels
+    key_end = query_end + description.num_kv_heads * channels
     query = _rotate(_heads(qkv[:, :query_end], description.num_heads), cos, sin)
     key = _rotate(_heads(qkv[:, query_end:key_end], description.num_kv_heads), cos, sin)
     value = _heads(qkv[:, key_end:], description.num_kv_heads)
@@ -67,5 +83,6 @@ def _rotate(heads: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _sigmoid(values: Array) -> Array:
-    return 0.5 * (1 + np.tanh(values / 2))  # does not overflow
+def sigmoid(values: Array) -> Array:
+    """By tanh, which does not overflow."""
+    return 0.5 * (1 + np.tanh(values / 2))

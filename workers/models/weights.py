@@ -26,12 +26,16 @@ from workers.models.description import DType, ModelDescription, Quantization, qu
 from workers.models.errors import ArtifactError, UnreadableCheckpoint, UnsupportedModel
 from workers.models.quantize import Bits, QuantizedWeight, dequantize, quantize
 from workers.models.rope import rotary_tables
+from workers.models.smoothing import Smoother
 
 DATA_FILE = "model.onnx.data"
 # Memory maps start at a page; Windows maps start at 64 KiB, which small tensors need not waste.
 PAGE_BYTES = 4096
 LARGE_ALIGNMENT_BYTES = 65536
 LARGE_TENSOR_BYTES = 1 << 20
+
+# Weights of a layer as they are stored, q, k and v in one.
+_LAYER_WEIGHTS = 7
 
 Progress = Callable[[int, int], None]
 
@@ -82,23 +86,28 @@ class WeightWriter:
 
 
 def write_weights(
-    checkpoint: Checkpoint, dtype: DType, context_length: int, path: Path, progress: Progress
+    checkpoint: Checkpoint,
+    dtype: DType,
+    context_length: int,
+    path: Path,
+    progress: Progress,
+    text_token_ids: Sequence[int] = (),
 ) -> dict[str, TensorProto]:
-    """Write every weight of the checkpoint in the given type; at most one (merged) weight is in memory at a time.
+    """Write every weight of the checkpoint in the given type, the few of one layer in memory at a time.
 
-    progress is called with the tensors done and in all. Returns the ONNX entries by name.
-    Raises UnreadableCheckpoint, and OSError where the disk is full.
+    progress is called with the weights done and in all. text_token_ids: what integer types are smoothed by, if given.
+    Returns the ONNX entries by name. Raises UnreadableCheckpoint, and OSError where the disk is full.
     """
     description = checkpoint.description
-    plan = list(_stored_weights(description, dtype))
+    quantization = quantization_of("head.weight", dtype)
+    smoother = None
+    if quantization is not None and text_token_ids:
+        smoother = Smoother(description, lambda name: _read(checkpoint, name), text_token_ids)
+    total = _LAYER_WEIGHTS * description.num_layers + 3
     with WeightWriter(path) as writer:
-        for done, (name, sources) in enumerate(plan):
-            progress(done, len(plan))
-            parts = [_pad_heads(source, checkpoint.tensor(source), description) for source in sources]
-            weight = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            del parts
+        for done, (name, weight) in enumerate(_stored_weights(checkpoint, dtype, smoother)):
+            progress(done, total)
             _add_weight(writer, name, weight, dtype)
-        quantization = quantization_of("head.weight", dtype)
         if quantization is not None:
             _add_quantized_embedding(writer, checkpoint, quantization)
         cos, sin = rotary_tables(description, context_length)
@@ -106,7 +115,7 @@ def write_weights(
         cos, sin = np.pad(cos, fill, constant_values=1.0), np.pad(sin, fill)
         writer.add("rope.cos", cos.astype(np.float32), TensorProto.FLOAT)
         writer.add("rope.sin", sin.astype(np.float32), TensorProto.FLOAT)
-        progress(len(plan), len(plan))
+        progress(total, total)
         return writer.tensors
 
 
@@ -176,22 +185,44 @@ def bfloat16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _stored_weights(description: ModelDescription, dtype: DType) -> Iterator[tuple[str, list[str]]]:
-    """Yield each stored name with the checkpoint's names that make it up, in the order of the file."""
-    quantized = quantization_of("head.weight", dtype) is not None
-    if not quantized:
-        yield "embedding.weight", ["embedding.weight"]
+def _stored_weights(
+    checkpoint: Checkpoint, dtype: DType, smoother: Smoother | None
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield each weight under its stored name, in the order of the file."""
+    description = checkpoint.description
+    if quantization_of("embedding.weight", dtype) is None:
+        yield "embedding.weight", _read(checkpoint, "embedding.weight")
     for layer in range(description.num_layers):
-        at = f"layers.{layer}"
-        yield f"{at}.attention_norm.weight", [f"{at}.attention_norm.weight"]
-        yield f"{at}.attention.qkv.weight", [f"{at}.attention.{part}.weight" for part in ("q", "k", "v")]
-        for name in ("attention.output", "mlp_norm", "mlp.gate", "mlp.up", "mlp.down"):
-            yield f"{at}.{name}.weight", [f"{at}.{name}.weight"]
-    yield "norm.weight", ["norm.weight"]
-    if quantized:
-        yield "head.weight", ["embedding.weight" if description.tie_word_embeddings else "head.weight"]
-    elif not description.tie_word_embeddings:
-        yield "head.weight", ["head.weight"]
+        weights = smoother.layer(layer) if smoother else _layer_weights(checkpoint, layer)
+        rows = []
+        for name, weight in weights:
+            filled = _pad_heads(name, weight, description)
+            if not name.endswith(("attention.q.weight", "attention.k.weight", "attention.v.weight")):
+                yield name, filled
+                continue
+            rows.append(filled)
+            if len(rows) == 3:
+                yield f"layers.{layer}.attention.qkv.weight", np.concatenate(rows)
+    yield "norm.weight", _read(checkpoint, "norm.weight")
+    if not description.tie_word_embeddings:
+        yield "head.weight", _read(checkpoint, "head.weight")
+    elif quantization_of("head.weight", dtype) is not None:
+        yield "head.weight", _read(checkpoint, "embedding.weight")
+
+
+def _layer_weights(checkpoint: Checkpoint, layer: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield a layer's weights as the checkpoint has them, in the order of the file."""
+    for name in ("attention_norm", "attention.q", "attention.k", "attention.v", "attention.output"):
+        yield f"layers.{layer}.{name}.weight", _read(checkpoint, f"layers.{layer}.{name}.weight")
+    for name in ("mlp_norm", "mlp.gate", "mlp.up", "mlp.down"):
+        yield f"layers.{layer}.{name}.weight", _read(checkpoint, f"layers.{layer}.{name}.weight")
+
+
+def _read(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+    weight = checkpoint.tensor(name)
+    if not np.isfinite(weight).all():
+        raise UnreadableCheckpoint(f"weight {name} holds numbers that are not finite; the checkpoint is damaged")
+    return weight
 
 
 def _pad_heads(name: str, weight: NDArray[np.float32], description: ModelDescription) -> NDArray[np.float32]:
@@ -215,8 +246,6 @@ def _pad_heads(name: str, weight: NDArray[np.float32], description: ModelDescrip
 
 
 def _add_weight(writer: WeightWriter, name: str, weight: NDArray[np.float32], dtype: DType) -> None:
-    if not np.isfinite(weight).all():
-        raise UnreadableCheckpoint(f"weight {name} holds numbers that are not finite; the checkpoint is damaged")
     quantization = quantization_of(name, dtype)
     if quantization is not None:
         quantized = quantize(weight, quantization.bits, quantization.block_size)
@@ -236,7 +265,7 @@ def _add_quantized_embedding(writer: WeightWriter, checkpoint: Checkpoint, quant
     """Store the embedding table as GatherBlockQuantized reads it: [vocab_size, blocks * bytes], scales beside it."""
     description = checkpoint.description
     if not description.tie_word_embeddings:
-        table = quantize(checkpoint.tensor("embedding.weight"), quantization.bits, quantization.block_size)
+        table = quantize(_read(checkpoint, "embedding.weight"), quantization.bits, quantization.block_size)
         writer.add("embedding.weight", table.blocks.reshape(description.vocab_size, -1), TensorProto.UINT8)
         writer.add("embedding.weight.scales", table.scales, TensorProto.FLOAT)
         return

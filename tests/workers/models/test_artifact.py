@@ -178,7 +178,7 @@ def test_progress_goes_from_the_first_tensor_to_the_last(source: Path, tmp_path:
     convert(str(source), tmp_path / "m", dtype="int8", cache=tmp_path, progress=lambda *step: steps.append(step))
     weights = [step for step in steps if step[0] == "converting weights"]
     assert weights[0][1] == 0
-    assert weights[-1][1] == weights[-1][2] == 16
+    assert weights[-1][1] == weights[-1][2] == 17
     assert [step[1] for step in weights] == sorted(step[1] for step in weights)
 
 

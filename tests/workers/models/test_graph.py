@@ -153,9 +153,12 @@ def test_a_tied_head_is_stored_once(tmp_path: Path, dtype: DType) -> None:
     assert relative_error(graph_logits(artifact, PROMPT, 2), wanted) < REFERENCE_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gguf_and_huggingface_give_the_same_artifact(tmp_path: Path, dtype: DType) -> None:
-    """Same weights, same graph, byte for byte: the order of rotary rows is undone, the rest never differed."""
+    """Same weights, same graph, byte for byte: the order of rotary rows is undone, the rest never differed.
+
+    (Integer types are smoothed by a text, which the two tokenizers of this test cut differently.)
+    """
     weights = random_weights(DESCRIPTION)
     folder = save_huggingface(tmp_path / "hf", DESCRIPTION, weights)
     file = save_gguf(tmp_path / "m.gguf", DESCRIPTION, weights)

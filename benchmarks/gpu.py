@@ -1,0 +1,341 @@
+"""The CUDA engine alone: token ids in, token ids out, random weights of a known shape, or an artifact.
+
+    python -m benchmarks.gpu --workloads W1 W2 W3 W4 one        Llama-2-7B shape
+    python -m benchmarks.gpu --shape llama3-8b --workloads W1
+    python -m benchmarks.gpu --artifact FOLDER --workloads questions
+
+Prints a table, then one JSON line. Each workload is run `--repeat` times with fresh prompts, so the prefix cache is
+cold; the best run counts, and all are in the JSON line. Random weights need torch; an artifact does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workers.engine.cuda import CudaRunner, DeviceTensor, upload_weights
+from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
+from workers.engine.request import GenerationRequest, SamplingParameters
+from workers.models.cuda_graph import artifact_entries, stored_weights, weight_shapes
+from workers.models.description import Llama3Scaling, ModelDescription
+from workers.models.rope import rotary_tables
+
+LLAMA2_7B = ModelDescription(
+    architecture="llama",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    context_length=4096,
+    rms_norm_epsilon=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+)
+LLAMA3_8B = ModelDescription(
+    architecture="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    context_length=8192,
+    rms_norm_epsilon=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    tie_word_embeddings=False,
+)
+SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and how many tokens each is answered with."""
+
+    description: str
+    prompts: list[list[int]]
+    new_tokens: list[int]
+
+
+def make_workload(name: str, vocab_size: int, seed: int) -> Workload:
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(5, vocab_size) for _ in range(count)]
+
+    match name:
+        case "W1":
+            return Workload("512 x (128 prompt, 64 new)", [tokens(128) for _ in range(512)], [64] * 512)
+        case "W2":
+            shared = tokens(1024)
+            prompts = [shared + tokens(64) for _ in range(512)]
+            return Workload("512 x (1024 shared + 64 prompt, 64 new)", prompts, [64] * 512)
+        case "W3":
+            return Workload("256 x (1024 prompt, 128 new)", [tokens(1024) for _ in range(256)], [128] * 256)
+        case "W4":
+            lengths = random.Random(0)
+            sizes = [(_log_uniform(lengths, 32, 2048), _log_uniform(lengths, 8, 512)) for _ in range(512)]
+            prompts = [tokens(prompt) for prompt, _ in sizes]
+            return Workload("512 x (32-2048 prompt, 8-512 new)", prompts, [new for _, new in sizes])
+        case "one":
+            return Workload("1 x (128 prompt, 64 new)", [tokens(128)], [64])
+        case "small":
+            return Workload("2048 x (128 prompt, 64 new)", [tokens(128) for _ in range(2048)], [64] * 2048)
+        case _:
+            raise SystemExit(f"no workload {name}")
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+@dataclass
+class Trace:
+    """What a run's steps were: [kind, rows, tokens, table width, launched_at, read_at], seconds."""
+
+    steps: list[list[Any]] = field(default_factory=list)
+
+
+class TracedRunner(CudaRunner):
+    """A runner that notes when each step was launched and read."""
+
+    trace = Trace()
+
+    def prefill(self, call: PagedPrefill) -> Any:
+        ticket = super().prefill(call)
+        self._note(ticket, ["prefill", len(call.lengths), len(call.token_ids), call.block_table.shape[1]])
+        return ticket
+
+    def decode(self, call: PagedDecode) -> Any:
+        ticket = super().decode(call)
+        self._note(ticket, ["decode", len(call.sources), call.rows, call.table_width])
+        return ticket
+
+    def result(self, ticket: Any) -> Any:
+        answer = super().result(ticket)
+        if ticket.slot in self._open:
+            self._open.pop(ticket.slot).append(time.perf_counter())
+        return answer
+
+    def _note(self, ticket: Any, step: list[Any]) -> None:
+        step.append(time.perf_counter())
+        self.trace.steps.append(step)
+        self._open[ticket.slot] = step
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._open: dict[Any, list[Any]] = {}
+
+
+def random_weights(model: ModelDescription, rotary_length: int) -> tuple[dict[str, DeviceTensor], Any]:
+    """Weights on the device, small enough that activations stay in range; returns what keeps them alive too."""
+    torch: Any = importlib.import_module("torch")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    kept = {}
+    cos, sin = rotary_tables(model, rotary_length)
+    for name, shape in weight_shapes(model, rotary_length).items():
+        if name.startswith("rope."):
+            table = cos if name == "rope.cos" else sin
+            kept[name] = torch.from_numpy(table.astype(np.float16)).cuda()
+        elif "norm" in name:
+            kept[name] = torch.ones(shape, dtype=torch.float16, device="cuda")
+        else:
+            kept[name] = torch.empty(shape, dtype=torch.float16, device="cuda").normal_(0, 0.02, generator=generator)
+    torch.cuda.synchronize()
+    return {name: DeviceTensor(tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kept.items()}, kept
+
+
+def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> dict[str, Any]:
+    """Submit everything at once and wait for the last answer."""
+    requests = [
+        GenerationRequest(prompt, SamplingParameters(new, ignore_eos=True, **sampling))
+        for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
+    ]
+    start = time.perf_counter()
+    futures = [engine.submit(request) for request in requests]
+    completions = [future.result() for future in futures]
+    seconds = time.perf_counter() - start
+    made = sum(len(completion.completion_token_ids) for completion in completions)
+    assert made == sum(workload.new_tokens)
+    return {
+        "seconds": round(seconds, 4),
+        "requests_per_s": round(len(requests) / seconds, 2),
+        "new_tokens_per_s": round(made / seconds),
+        "cached_tokens": sum(completion.cached_tokens for completion in completions),
+        "first_token_s_median": round(
+            statistics.median(completion.times.wait_s + completion.times.prefill_s for completion in completions), 4
+        ),
+    }
+
+
+def summarize(steps: list[list[Any]]) -> dict[str, Any]:
+    """Time between the ends of consecutive steps, by kind: what each kind took of the run."""
+    taken: dict[str, list[float]] = {"prefill": [], "decode": []}
+    tokens = {"prefill": 0, "decode": 0}
+    padded = 0
+    for before, step in zip([None, *steps], steps, strict=False):
+        start = step[4] if before is None else max(before[5], step[4])
+        taken[step[0]].append(step[5] - start)
+        tokens[step[0]] += step[2] if step[0] == "prefill" else step[1]
+        padded += step[2] if step[0] == "decode" else 0
+    return {
+        kind: {
+            "steps": len(times),
+            "seconds": round(sum(times), 3),
+            "median_ms": round(1e3 * statistics.median(times), 3) if times else None,
+            "tokens": tokens[kind],
+        }
+        for kind, times in taken.items()
+    } | {"padded_decode_rows": padded}
+
+
+@contextmanager
+def watched_device() -> Iterator[Callable[[], dict[str, float] | None]]:
+    """Sample NVML's utilization in the background; the function given returns the mean so far."""
+    import threading
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:
+        yield lambda: None
+        return
+    samples: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.1):
+            rates, power = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
+            samples.append((rates.gpu, power / 1000))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+
+    def mean() -> dict[str, float] | None:
+        taken = list(samples)
+        samples.clear()
+        if not taken:
+            return None
+        return {
+            "utilization_percent": round(statistics.mean(rate for rate, _ in taken), 1),
+            "power_w": round(statistics.mean(power for _, power in taken)),
+        }
+
+    yield mean
+    done.set()
+    thread.join()
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="llama2-7b")
+    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4", "one"])
+    parser.add_argument("--max-rows", type=int, default=512)
+    parser.add_argument("--context-length", type=int, default=4096)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--row-buckets", type=int, nargs="+")
+    parser.add_argument("--table-widths", type=int, nargs="+")
+    parser.add_argument("--prefill-tokens", type=int, default=8192)
+    parser.add_argument("--burst-tokens", type=int, default=65536)
+    parser.add_argument("--wanted-tokens", type=int, default=2048)
+    parser.add_argument("--concurrent", action="store_true")
+    parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--trace", type=Path, help="write every step of the last runs here, as JSON")
+    parser.add_argument("--label", default="")
+    given = parser.parse_args(arguments)
+
+    report: dict[str, Any] = {"label": given.label, "shape": given.shape, "options": vars(given) | {"trace": None}}
+    report["options"]["artifact"] = str(given.artifact) if given.artifact else None
+    at = time.perf_counter()
+    if given.artifact:
+        from workers.models.artifact import load_artifact
+
+        artifact = load_artifact(given.artifact, check_digests=False)
+        model, rotary_length, kept = artifact.description, artifact.context_length, None
+        entries = artifact_entries(artifact.model_path)
+        uploaded = upload_weights(model, rotary_length, stored_weights(entries, given.artifact, "float16"))
+        weights = uploaded.tensors
+    else:
+        model, rotary_length = SHAPES[given.shape], max(given.context_length, 4096)
+        weights, kept = random_weights(model, rotary_length)
+    report["weights_s"] = round(time.perf_counter() - at, 2)
+    at = time.perf_counter()
+    runner = TracedRunner(
+        model,
+        weights,
+        dtype="float16",
+        rotary_length=rotary_length,
+        max_rows=given.max_rows,
+        context_length=min(given.context_length, rotary_length),
+        prefill_tokens=given.prefill_tokens,
+        block_size=given.block_size,
+        row_buckets=given.row_buckets,
+        table_widths=given.table_widths,
+        concurrent=given.concurrent,
+    )
+    engine = PagedEngine(
+        runner,
+        stop_token_ids=[2],
+        prefill_budget_tokens=given.prefill_tokens,
+        prefill_burst_tokens=given.burst_tokens,
+        prefill_wanted_tokens=given.wanted_tokens,
+    )
+    report["start_s"] = round(time.perf_counter() - at, 2)
+    report["blocks"] = runner.num_blocks
+    print(
+        f"{given.label} weights {report['weights_s']} s, start {report['start_s']} s, {runner.num_blocks} blocks",
+        flush=True,
+    )
+    sampling = {"temperature": 0.8, "top_p": 0.95} if given.sampled else {}
+    run_workload(engine, make_workload("one", model.vocab_size, 99))
+    results: dict[str, Any] = {}
+    traces: dict[str, Any] = {}
+    with watched_device() as device:
+        for name in given.workloads:
+            runs = []
+            for turn in range(given.repeat):
+                workload = make_workload(name, model.vocab_size, turn + 1)
+                runner.trace.steps.clear()
+                device()
+                run = run_workload(engine, workload, **sampling)
+                run |= {"steps": summarize(runner.trace.steps), "device": device(), "preemptions": engine._preemptions}
+                runs.append(run)
+                print(f"{given.label} {name} {workload.description}: {json.dumps(run)}", flush=True)
+            traces[name] = [list(step) for step in runner.trace.steps]
+            results[name] = {"best": max(run["requests_per_s"] for run in runs), "runs": runs}
+    engine.close()
+    del kept
+    report["results"] = results
+    if given.trace:
+        given.trace.write_text(json.dumps(traces))
+    print(f"\n{'workload':<12}{'req/s':>10}{'seconds':>10}{'new tok/s':>12}")
+    for name, result in results.items():
+        best = max(result["runs"], key=lambda run: float(run["requests_per_s"]))
+        print(f"{name:<12}{best['requests_per_s']:>10}{best['seconds']:>10}{best['new_tokens_per_s']:>12}")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,474 @@
+"""The CUDA runner: its layout of control memory on a pretended device, and right answers on a real one.
+
+The pretended device keeps "device" memory on the host and computes the hash model of fake_runner.py from nothing but
+the addresses that the runner bound, replaying captured graphs with the binding they were captured with. Samplers run
+for real, on the CPU.
+"""
+
+import ctypes
+import enum
+import itertools
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
+from workers.engine import cuda
+from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths, upload_weights
+from workers.engine.paged_engine import PagedEngine
+from workers.engine.request import GenerationRequest, SamplingParameters
+from workers.engine.sampling import RowSampler
+from workers.models.cuda_graph import (
+    block_size_for,
+    build_decoder_graph,
+    build_sampler_graph,
+    stored_weights,
+    weight_shapes,
+)
+from workers.models.description import ModelDescription
+from workers.models.errors import UnsupportedModel
+
+STORIES = Path(os.environ.get("STORIES260K", Path(__file__).parents[4] / "shared" / "data" / "stories260K"))
+
+TINY = ModelDescription(
+    architecture="llama",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context_length=120,
+    rms_norm_epsilon=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+)
+
+
+# --- the pretended device ----------------------------------------------------------------------------------------
+
+
+class Error(enum.IntEnum):
+    cudaSuccess = 0  # noqa: N815
+    cudaErrorMemoryAllocation = 2  # noqa: N815
+
+
+class PretendedCuda:
+    """`cuda.bindings.runtime` over host memory; every copy is done at once."""
+
+    cudaError_t = Error  # noqa: N815
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)  # noqa: N815
+    cudaStreamNonBlocking = cudaEventBlockingSync = 1  # noqa: N815
+    cudaEventDisableTiming = 2  # noqa: N815
+    cudaHostAllocDefault = 0  # noqa: N815
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+        self.memory: dict[int, Any] = {}
+
+    def cudaMalloc(self, count: int) -> tuple[Error, int]:  # noqa: N802
+        if count > 1 << 30:
+            return Error.cudaErrorMemoryAllocation, 0
+        buffer = (ctypes.c_uint8 * count)()
+        self.memory[ctypes.addressof(buffer)] = buffer
+        return Error.cudaSuccess, ctypes.addressof(buffer)
+
+    def cudaHostAlloc(self, count: int, flags: int) -> tuple[Error, int]:  # noqa: N802
+        return self.cudaMalloc(count)
+
+    def cudaFree(self, pointer: int) -> tuple[Error]:  # noqa: N802
+        del self.memory[pointer]
+        return (Error.cudaSuccess,)
+
+    cudaFreeHost = cudaFree  # noqa: N815
+
+    def cudaMemcpy(self, target: int, source: int, count: int, kind: int) -> tuple[Error]:  # noqa: N802
+        ctypes.memmove(target, source, count)
+        return (Error.cudaSuccess,)
+
+    def cudaMemcpyAsync(self, target: int, source: int, count: int, kind: int, stream: int) -> tuple[Error]:  # noqa: N802
+        return self.cudaMemcpy(target, source, count, kind)
+
+    def cudaMemset(self, pointer: int, value: int, count: int) -> tuple[Error]:  # noqa: N802
+        ctypes.memset(pointer, value, count)
+        return (Error.cudaSuccess,)
+
+    def cudaMemGetInfo(self) -> tuple[Error, int, int]:  # noqa: N802
+        return Error.cudaSuccess, self.free_bytes, 2 * self.free_bytes
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Error, int]:  # noqa: N802
+        return Error.cudaSuccess, 77
+
+    def cudaEventCreateWithFlags(self, flags: int) -> tuple[Error, object]:  # noqa: N802
+        return Error.cudaSuccess, object()
+
+    def cudaEventQuery(self, event: object) -> tuple[Error]:  # noqa: N802
+        return (Error.cudaSuccess,)
+
+    def cudaEventRecord(self, event: object, stream: int) -> tuple[Error]:  # noqa: N802
+        return (Error.cudaSuccess,)
+
+    cudaEventSynchronize = cudaStreamSynchronize = cudaEventQuery  # noqa: N815
+
+    def cudaDeviceSynchronize(self) -> tuple[Error]:  # noqa: N802
+        return (Error.cudaSuccess,)
+
+
+_TYPES = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16}
+
+
+class Binding:
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[int, list[int], int]] = {}
+        self.metadata: np.ndarray | None = None
+
+    def bind_input(self, name: str, device: str, index: int, kind: int, shape: list[int], pointer: int) -> None:
+        assert device == "cuda" and pointer
+        self.places[name] = (kind, shape, pointer)
+
+    bind_output = bind_input
+
+    def bind_ortvalue_input(self, name: str, value: np.ndarray) -> None:
+        assert name == "attention_metadata"
+        self.metadata = value
+
+    def array(self, name: str) -> np.ndarray:
+        kind, shape, pointer = self.places[name]
+        count = int(np.prod(shape)) * np.dtype(_TYPES[kind]).itemsize
+        memory = (ctypes.c_uint8 * count).from_address(pointer)
+        return np.frombuffer(memory, dtype=_TYPES[kind]).reshape(shape)
+
+
+class RunOptions:
+    def __init__(self) -> None:
+        self.entries: dict[str, str] = {}
+
+    def add_run_config_entry(self, name: str, value: str) -> None:
+        self.entries[name] = value
+
+
+class Session:
+    def __init__(self, model: bytes, options: object, providers: list[Any]) -> None:
+        self.graph = onnx.load_from_string(model).graph
+        self.is_decoder = any(value.name == "token_pool" for value in self.graph.input)
+        self.captured: dict[str, dict[str, Any]] = {}
+        if not self.is_decoder:
+            real = onnxruntime.SessionOptions()
+            real.intra_op_num_threads = 1
+            self.sampler = onnxruntime.InferenceSession(model, real, providers=["CPUExecutionProvider"])
+
+    def disable_fallback(self) -> None:
+        pass
+
+    def io_binding(self) -> Binding:
+        return Binding()
+
+    def run_with_iobinding(self, binding: Binding, options: RunOptions) -> None:
+        assert options.entries["disable_synchronize_execution_providers"] == "1"
+        graph_id = options.entries["gpu_graph_id"]
+        if not self.is_decoder:
+            names = [value.name for value in self.graph.input]
+            answers = self.sampler.run(None, {name: binding.array(name) for name in names})
+            for value, answer in zip(self.graph.output, answers, strict=True):
+                binding.array(value.name)[...] = answer
+            return
+        if graph_id != "-1":
+            # A captured graph keeps the addresses it was captured with, whatever binding comes later.
+            kept = Binding()
+            kept.places, kept.metadata = self.captured.setdefault(
+                graph_id,
+                (dict(binding.places), binding.metadata),  # type: ignore[arg-type]
+            )
+            binding = kept
+        missing = {value.name for value in self.graph.input} - set(binding.places) - {"attention_metadata"}
+        assert not missing, f"not bound: {missing}"
+        _run_decoder(binding)
+
+
+def _run_decoder(binding: Binding) -> None:
+    pool, sources = binding.array("token_pool"), binding.array("token_sources")
+    fed = pool[sources].copy()
+    cumulative, past = binding.array("cumulative_lengths"), binding.array("past_lengths")
+    table, cache = binding.array("block_table"), binding.array("key_0")
+    block_size = cache.shape[1]
+    assert binding.metadata is not None
+    most_new, longest, _ = binding.metadata
+    contexts: list[np.ndarray] = []
+    for row, (start, end) in enumerate(itertools.pairwise(cumulative)):
+        assert end - start <= most_new
+        assert past[row] + end - start <= longest
+        for offset in range(end - start):
+            position = past[row] + offset
+            cache[table[row, position // block_size], position % block_size, 0, 0] = fed[start + offset]
+            values = cache[table[row], :, 0, 0].reshape(-1)[: position + 1]
+            contexts.append(values.astype(np.int64))
+    indices = binding.array("logits_indices")
+    chosen = [next_token(contexts[index]) for index in indices]
+    logits = binding.array("logits")
+    logits[...] = 0
+    logits[np.arange(len(chosen)), chosen] = 10.0
+    binding.array("next_ids")[...] = chosen
+    binding.array("fed_ids")[...] = fed
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+    pretended = PretendedCuda(free_bytes=cuda.RESERVED_BYTES + (1 << 20))
+    monkeypatch.setattr(cuda, "_load_cuda", lambda: pretended)
+    stub = SimpleNamespace(
+        InferenceSession=Session,
+        RunOptions=RunOptions,
+        SessionOptions=lambda: SimpleNamespace(add_session_config_entry=lambda *_: None),
+        OrtValue=SimpleNamespace(ortvalue_from_numpy=lambda values: values),
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime", stub)
+    return pretended
+
+
+def make_runner(**options: Any) -> CudaRunner:
+    weights = {name: DeviceTensor(1, shape) for name, shape in weight_shapes(TINY, 120).items()}
+    chosen = {"max_rows": 6, "context_length": 120, "prefill_tokens": 64, "block_size": 16, **options}
+    return CudaRunner(TINY, weights, dtype="float16", rotary_length=120, **chosen)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
+    device: PretendedCuda, concurrent: bool
+) -> None:
+    """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong."""
+    runner = make_runner(concurrent=concurrent)
+    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
+    rng = random.Random(1)
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    asked = []
+    for index in range(40):
+        prompt = shared[: rng.randrange(40)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
+        asked.append((prompt, engine.submit(GenerationRequest(prompt, SamplingParameters(1 + index)))))
+    for index, (prompt, future) in enumerate(asked):
+        assert list(future.result(30).completion_token_ids) == continuation(prompt, 1 + index, frozenset([3]))[0]
+    engine.close()
+    assert not device.memory, "device or pinned memory was not given back"
+
+
+def test_sampled_rows_take_the_token_that_the_sampler_drew(device: PretendedCuda) -> None:
+    """The one-hot logits leave no choice but a bias; log probabilities and penalties come along."""
+    engine = PagedEngine(make_runner(), stop_token_ids=[], prefill_budget_tokens=64)
+    plain = [engine.submit(GenerationRequest([n, 5], SamplingParameters(20))) for n in range(3)]
+    warm = [engine.submit(GenerationRequest([n, 6], SamplingParameters(20, temperature=0.05))) for n in range(3)]
+    forced = SamplingParameters(
+        20, temperature=0.7, top_p=0.5, seed=9, logit_bias=((11, 50.0),), logprobs=3, presence_penalty=0.1
+    )
+    told = engine.submit(GenerationRequest([1, 2, 3], forced)).result(30)
+    for n in range(3):
+        assert list(plain[n].result(30).completion_token_ids) == continuation([n, 5], 20)[0]
+        assert list(warm[n].result(30).completion_token_ids) == continuation([n, 6], 20)[0]
+    engine.close()
+    assert told.completion_token_ids == (11,) * 20
+    assert told.logprobs is not None
+    assert all(entry.token_id == 11 and entry.logprob > -1e-3 for entry in told.logprobs)
+    assert all(len(entry.top) == 3 and entry.top[0][0] == 11 for entry in told.logprobs)
+
+
+def test_many_penalized_tokens_make_the_sampling_buffers_grow(
+    device: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_SPARSE_WIDTH", 1)
+    engine = PagedEngine(make_runner(), stop_token_ids=[], prefill_budget_tokens=64)
+    bias = tuple((token, 0.0) for token in range(VOCAB_SIZE))
+    request = GenerationRequest([1, 2], SamplingParameters(60, logit_bias=bias * 40, frequency_penalty=1e-6))
+    assert list(engine.submit(request).result(30).completion_token_ids) == continuation([1, 2], 60)[0]
+    engine.close()
+    assert not device.memory
+
+
+def test_a_device_without_room_says_so(device: PretendedCuda) -> None:
+    device.free_bytes = cuda.RESERVED_BYTES
+    with pytest.raises(cuda.CudaError, match="KV cache") as caught:
+        PagedEngine(make_runner(), stop_token_ids=[])
+    assert caught.value.code == "not_enough_memory"
+    assert not device.memory
+
+
+def test_the_cache_takes_what_is_free_unless_told_otherwise(device: PretendedCuda) -> None:
+    block_bytes = 2 * 2 * 16 * 32 * 2
+    device.free_bytes = cuda.RESERVED_BYTES + 20 * block_bytes
+    runner = make_runner()
+    assert runner.start() == 21  # the block that the largest prefill used is given back first
+    runner.close()
+    runner = make_runner(memory_bytes=10 * block_bytes)
+    assert runner.start() == 11
+    runner.close()
+
+
+# --- graphs ------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_grow_by_a_quarter_and_end_at_the_maximum() -> None:
+    assert cuda_row_buckets(512)[:8] == (1, 2, 4, 8, 16, 24, 32, 40)
+    for max_rows in (1, 2, 7, 64, 100, 512):
+        buckets = cuda_row_buckets(max_rows)
+        assert buckets[-1] == max_rows
+        assert list(buckets) == sorted(set(buckets))
+        assert all(above <= below * 1.5 for below, above in itertools.pairwise(buckets) if below >= 16)
+    assert cuda_table_widths(20) == (1, 2, 4, 8, 16, 20)
+    assert cuda_table_widths(1) == (1,)
+
+
+def test_blocks_are_as_large_as_the_attention_kernels_want_them() -> None:
+    sizes = {head_dim: block_size_for(_with_heads(head_dim)) for head_dim in (64, 128, 256)}
+    assert sizes == {64: 256, 128: 128, 256: 64}
+    with pytest.raises(UnsupportedModel, match="exceeds 256"):
+        block_size_for(_with_heads(288))
+
+
+def _with_heads(head_dim: int) -> ModelDescription:
+    return ModelDescription(**{**TINY.to_json(), "head_dim": head_dim})
+
+
+def test_the_decoder_takes_every_weight_as_input_and_nothing_else_large() -> None:
+    model = build_decoder_graph(TINY, "float16", 120)
+    names = {value.name for value in model.graph.input}
+    assert set(weight_shapes(TINY, 120)) <= names
+    assert not model.graph.initializer
+    assert sum(node.op_type == "PagedAttention" for node in model.graph.node) == 2
+
+
+@pytest.mark.parametrize("with_extras", [False, True])
+def test_the_sampler_draws_what_the_cpu_flavour_draws(with_extras: bool) -> None:
+    """The same logits and seed give the same token and log probabilities on both flavours."""
+    vocab_size, rows = 1000, 40
+    model = build_sampler_graph("float32", vocab_size, with_extras=with_extras)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    asked = [
+        SamplingParameters(
+            max_tokens=5,
+            temperature=(0.0, 0.7, 1.0, 1.5)[row % 4],
+            top_p=(1.0, 0.9, 0.5)[row % 3],
+            top_k=(0, 0, 1, 5)[(row // 4) % 4] if row % 3 else 0,
+            seed=row,
+            frequency_penalty=0.3 if with_extras and row % 2 else 0.0,
+            presence_penalty=0.5 if with_extras and row % 3 == 0 else 0.0,
+            logit_bias=((3, 2.0), (7, -100.0)) if with_extras and row % 5 == 1 else (),
+            logprobs=3 if with_extras else None,
+        )
+        for row in range(rows)
+    ]
+    samplers = [RowSampler(parameters, vocab_size) for parameters in asked]
+    uniforms = [np.random.Generator(np.random.Philox(key=parameters.seed)).random(5) for parameters in asked]
+    said: list[list[int]] = [[] for _ in asked]
+
+    def column(values: list[float], kind: type = np.float32) -> np.ndarray:
+        return np.array(values, dtype=kind)[:, None]
+
+    for step in range(5):
+        logits = (rng.standard_normal((rows, vocab_size)) * 4).astype(np.float32)
+        wanted = [sampler.sample(logits[row].copy()) for row, sampler in enumerate(samplers)]
+        is_greedy = [parameters.temperature <= 0 or parameters.top_k == 1 for parameters in asked]
+        feeds: dict[str, np.ndarray] = {
+            "logits": logits,
+            "inverse_temperature": column(
+                [1 / parameters.temperature if parameters.temperature else 1 for parameters in asked]
+            ),
+            "top_k": column(
+                [
+                    1 if greedy else parameters.top_k or vocab_size
+                    for greedy, parameters in zip(is_greedy, asked, strict=True)
+                ],
+                np.int64,
+            ),
+            "top_p": column([parameters.top_p for parameters in asked]),
+            "uniform": column([draws[step] for draws in uniforms]),
+        }
+        if with_extras:
+            seen = [tokens[:-1] for tokens in said]  # the last one is fed to this step and not read yet
+            feeds |= {
+                "fed_ids": np.array([tokens[-1] if tokens else 0 for tokens in said], dtype=np.int64),
+                "fed_counts": column([1.0 if tokens else 0.0 for tokens in said]),
+                "seen_ids": np.array([tokens + [0] * (5 - len(tokens)) for tokens in seen], dtype=np.int64),
+                "seen_counts": np.array([[1.0] * len(t) + [0.0] * (5 - len(t)) for t in seen], dtype=np.float32),
+                "frequency_penalty": column([parameters.frequency_penalty for parameters in asked]),
+                "presence_penalty": column([parameters.presence_penalty for parameters in asked]),
+                "bias_ids": np.array(
+                    [[3, 7] if parameters.logit_bias else [0, 0] for parameters in asked], dtype=np.int64
+                ),
+                "bias_values": np.array(
+                    [[2, -100] if parameters.logit_bias else [0, 0] for parameters in asked], dtype=np.float32
+                ),
+            }
+        answers = session.run(None, feeds)
+        # A draw among the top k alone has no stated order on the CPU.
+        compared = [
+            row
+            for row, parameters in enumerate(asked)
+            if parameters.top_k in (0, 1) or parameters.top_p < 1 or is_greedy[row]
+        ]
+        assert [int(answers[0][row]) for row in compared] == [wanted[row][0] for row in compared]
+        for row in compared if with_extras else []:
+            logprobs = wanted[row][1]
+            assert logprobs is not None
+            assert answers[1][row, 0] == pytest.approx(logprobs.logprob, abs=1e-4)
+            assert answers[2][row, :3].tolist() == [token for token, _ in logprobs.top]
+            assert answers[3][row, :3] == pytest.approx([value for _, value in logprobs.top], abs=1e-4)
+        for row, (token, _) in enumerate(wanted):
+            said[row].append(token)
+
+
+# --- a real device -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_stories_are_told_on_the_device_as_in_float32(tmp_path: Path) -> None:
+    """Greedy ids of a trained checkpoint in float16, twelve prompts at once, against the float32 reference."""
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not _has_device():
+        pytest.skip("no NVIDIA GPU, or ONNX Runtime cannot use it")
+    if not STORIES.is_dir():
+        pytest.skip(f"no checkpoint at {STORIES}")
+    from workers.models.checkpoint import open_checkpoint
+    from workers.models.weights import DATA_FILE, write_weights
+
+    checkpoint = open_checkpoint(STORIES)
+    description = checkpoint.description
+    entries = write_weights(checkpoint, "float16", 512, tmp_path / DATA_FILE, lambda done, total: None)
+    weights = upload_weights(description, 512, stored_weights(entries, tmp_path, "float16"))
+    runner = CudaRunner(
+        description, weights.tensors, dtype="float16", rotary_length=512, max_rows=16, context_length=512
+    )
+    engine = PagedEngine(runner, stop_token_ids=[1, 2])
+    asked = [json.loads(line) for line in (STORIES / "greedy.jsonl").read_text().splitlines()]
+    futures = [
+        engine.submit(
+            GenerationRequest(case["prompt_token_ids"], SamplingParameters(max(1, len(case["completion_token_ids"]))))
+        )
+        for case in asked
+    ]
+    agreeing = total = 0
+    for case, future in zip(asked, futures, strict=True):
+        answer = future.result(60).completion_token_ids
+        agreeing += sum(a == b for a, b in zip(answer, case["completion_token_ids"], strict=False))
+        total += len(case["completion_token_ids"])
+    engine.close()
+    weights.close()
+    assert agreeing >= 0.98 * total
+
+
+def _has_device() -> bool:
+    try:
+        runtime = cuda._load_cuda()
+    except cuda.CudaError:
+        return False
+    error, count = runtime.cudaGetDeviceCount()
+    return error == runtime.cudaError_t.cudaSuccess and count > 0

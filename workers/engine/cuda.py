@@ -1,0 +1,687 @@
+"""The CUDA flavour: one decoder graph over paged blocks, run on a stream of our own.
+
+Every buffer a run touches is a plain device allocation made here and bound by address. A step is one copy in from
+pinned memory, one run, one copy out, and an event to wait for; nothing else synchronizes. Decode steps replay a CUDA
+graph, one for each bucket of rows and table width, captured by `start`; a prefill runs eagerly in its exact shape.
+
+Captured graphs, cuBLAS handles and cuDNN plans belong to the thread that made them: whoever calls `start` must make
+every other call too. One process drives one device, which it sees as device 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from onnx import TensorProto
+
+from storage.errors import PromptmillError
+from workers.engine.blocks import SCRATCH_BLOCK, blocks_for
+from workers.engine.paged_engine import FROM_HOST, PagedDecode, PagedPrefill, SamplingArrays, StepResult
+from workers.models.cuda_graph import (
+    MAX_LOGPROBS,
+    ONNX_TYPES,
+    CudaType,
+    block_size_for,
+    build_decoder_graph,
+    build_sampler_graph,
+    weight_shapes,
+)
+from workers.models.description import ModelDescription
+
+log = structlog.get_logger()
+
+Bytes = npt.NDArray[np.uint8]
+
+# Addresses that ONNX Runtime aliases start at whole multiples of this.
+_ALIGNMENT_BYTES = 256
+# Steps whose results may be unread at once: more than the engine ever has in flight.
+_RING = 4
+# Kept free for captured graphs, library handles and the allocator's rounding.
+RESERVED_BYTES = 2 << 30
+_ITEM_BYTES = 2  # float16 and bfloat16
+_EAGER = -1  # the graph id of a run that is not captured
+_MAX_NEW_OF_PIECES = 2
+# Distinct tokens a row's penalties and biases may name before the buffers for them are made larger.
+_SPARSE_WIDTH = 256
+
+
+class CudaError(PromptmillError):
+    """The device or its driver refused a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A tensor in device memory that someone else keeps alive."""
+
+    pointer: int
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class CudaTicket:
+    """A launched step. first_source: where in the token pool its tokens lie."""
+
+    first_source: int
+    count: int
+    slot: _Slot
+    has_extras: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Pinned memory of one step in flight, and the event behind its last copy."""
+
+    control: Bytes
+    control_pointer: int
+    sampling: Bytes
+    sampling_pointer: int
+    output: Bytes
+    output_pointer: int
+    event: Any
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A stream with its sessions, control memory and outputs. Steps of one lane run one after the other."""
+
+    stream: Any
+    handle: int
+    decoder: Any
+    samplers: tuple[Any, Any]  # without and with extras
+    binding: Any
+    sampler_bindings: tuple[Any, Any]
+    control: int
+    sampling: int
+    logits: int
+    fed_ids: int
+    extras: int
+    slots: list[_Slot]
+    next_slot: int = 0
+
+
+@dataclass(slots=True)
+class _Packer:
+    """Lays arrays one behind the other in pinned memory; their device copies lie at the same offsets."""
+
+    memory: Bytes
+    base: int
+    end: int = 0
+
+    def add(self, values: npt.NDArray[Any]) -> int:
+        """Copy an array in; returns its future device address."""
+        start = _align(self.end)
+        self.end = start + values.nbytes
+        assert self.end <= self.memory.nbytes, "a control buffer is too small"
+        self.memory[start : self.end] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        return self.base + start
+
+
+class CudaRunner:
+    """Runs forward batches on one GPU.
+
+    weights: device tensors of `dtype` by the names of `weight_shapes`. rotary_length: rows of their rotary tables.
+    max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
+    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. concurrent: run prefill on a
+    stream of its own beside decode.
+    """
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        weights: Mapping[str, DeviceTensor],
+        *,
+        dtype: CudaType,
+        rotary_length: int,
+        max_rows: int,
+        context_length: int,
+        prefill_tokens: int = 8192,
+        block_size: int | None = None,
+        row_buckets: Sequence[int] | None = None,
+        table_widths: Sequence[int] | None = None,
+        memory_bytes: int | None = None,
+        concurrent: bool = False,
+        provider_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.vocab_size = model.vocab_size
+        self.context_length = context_length
+        self.block_size = block_size or block_size_for(model)
+        self.max_rows = max_rows
+        self.max_blocks = blocks_for(context_length, self.block_size)
+        self.row_buckets: Sequence[int] = tuple(row_buckets or cuda_row_buckets(max_rows))
+        self.table_widths: Sequence[int] = tuple(table_widths or cuda_table_widths(self.max_blocks))
+        self.feeds_prefill_on_device = not concurrent
+        self.num_blocks = 0
+        self._model = model
+        self._weights = weights
+        self._dtype = dtype
+        self._kind = ONNX_TYPES[dtype]
+        self._rotary_length = rotary_length
+        self._prefill_tokens = prefill_tokens
+        self._memory_bytes = memory_bytes
+        self._concurrent = concurrent
+        self._provider_options = dict(provider_options or {})
+        self._device_memory: list[int] = []
+        self._pinned_memory: list[int] = []
+        self._bindings: dict[tuple[int, int], Any] = {}
+        self._run_options: dict[int, Any] = {}
+        self._ring_at = 0
+        self._check_weights()
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def start(self, report: Callable[[str, int, int], None] = lambda *_: None) -> int:
+        """Open the sessions, size the KV cache by what a largest prefill leaves free, capture every decode bucket.
+
+        Returns the number of blocks. Raises CudaError `not_enough_memory`.
+        """
+        import onnxruntime
+
+        self._ort: ModuleType = onnxruntime
+        self._cuda: ModuleType = _load_cuda()
+        self._allocate_shared()
+        report("opening the model", 0, 1)
+        self._lane = self._open_lane()
+        self._prefill_lane = self._open_lane() if self._concurrent else self._lane
+        self._size_cache()
+        for lane in {id(lane): lane for lane in (self._lane, self._prefill_lane)}.values():
+            self._bind_caches(lane.binding)
+        self._warm_up(report)
+        return self.num_blocks
+
+    def close(self) -> None:
+        """Wait for the device and give everything back."""
+        if not hasattr(self, "_cuda"):
+            return
+        self._cuda.cudaDeviceSynchronize()
+        self._bindings.clear()
+        self.__dict__.pop("_lane", None)
+        self.__dict__.pop("_prefill_lane", None)
+        for pointer in self._device_memory:
+            self._cuda.cudaFree(pointer)
+        for pointer in self._pinned_memory:
+            self._cuda.cudaFreeHost(pointer)
+        self._device_memory.clear()
+        self._pinned_memory.clear()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, call: PagedPrefill) -> CudaTicket:
+        """Compute KV rows for prompt pieces, and a token for each row whose prompt ends."""
+        lane = self._prefill_lane
+        slot = self._take_slot(lane)
+        tokens, rows, count = len(call.token_ids), len(call.lengths), len(call.finishing)
+        cumulative = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(call.lengths, out=cumulative[1:])
+        # A graph cannot be run for no row at all: the first token stands in, and nobody reads its logits.
+        indices = cumulative[1:][call.finishing].astype(np.int64) - 1 if count else np.zeros(1, dtype=np.int64)
+        packer = _Packer(slot.control, lane.control)
+        binding = lane.binding
+        self._bind(binding, "token_pool", TensorProto.INT64, (tokens,), packer.add(call.token_ids))
+        self._bind(binding, "token_sources", TensorProto.INT64, (tokens,), self._iota)
+        self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), packer.add(cumulative))
+        self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), packer.add(call.past_lengths))
+        self._bind(binding, "block_table", TensorProto.INT32, call.block_table.shape, packer.add(call.block_table))
+        self._bind(binding, "logits_indices", TensorProto.INT64, indices.shape, packer.add(indices))
+        longest = int((call.lengths + call.past_lengths).max())
+        # A bound of 1 would mean a decode step, for which cuDNN builds a plan in each new shape.
+        most_new = max(int(call.lengths.max()), _MAX_NEW_OF_PIECES)
+        self._bind_metadata(binding, most_new, max(longest, most_new), longest)
+        if self._ring_at + indices.size > 2 * self.max_rows:
+            self._ring_at = 0
+        first = self.max_rows + self._ring_at
+        self._ring_at += count
+        next_ids = self._pool + first * 8
+        self._bind_output(binding, "next_ids", TensorProto.INT64, indices.shape, next_ids)
+        self._bind_output(binding, "logits", self._kind, (indices.size, self.vocab_size), lane.logits)
+        self._bind_output(binding, "fed_ids", TensorProto.INT64, (tokens,), lane.fed_ids)
+        self._copy_in(lane, lane.control, slot.control_pointer, packer.end)
+        lane.decoder.run_with_iobinding(binding, self._options(_EAGER))
+        return self._finish(lane, slot, call.sampling, first, count)
+
+    def decode(self, call: PagedDecode) -> CudaTicket:
+        """Compute one token for each row, replaying the bucket's graph."""
+        lane = self._lane
+        slot = self._take_slot(lane)
+        count = len(call.sources)
+        self._write_decode(slot.control, call)
+        end = self._table_offset + call.rows * call.table_width * 4
+        self._copy_in(lane, self._decode_control, slot.control_pointer, end)
+        binding = self._bindings[call.rows, call.table_width]
+        lane.decoder.run_with_iobinding(binding, self._options(self._graph_id(call.rows, call.table_width)))
+        return self._finish(lane, slot, call.sampling, 0, count)
+
+    def first_source(self, ticket: CudaTicket) -> int:
+        return ticket.first_source
+
+    def is_done(self, ticket: CudaTicket) -> bool:
+        (status,) = self._cuda.cudaEventQuery(ticket.slot.event)
+        return bool(status == self._cuda.cudaError_t.cudaSuccess)
+
+    def result(self, ticket: CudaTicket) -> StepResult:
+        """Wait for a step. The arrays are the caller's."""
+        self._call("cudaEventSynchronize", ticket.slot.event)
+        rows, count = self.max_rows, ticket.count
+        token_ids = ticket.slot.output[: count * 8].view(np.int64).copy()
+        if not ticket.has_extras:
+            return StepResult(token_ids)
+        top = min(MAX_LOGPROBS, self.vocab_size)
+        at = rows * 8
+        top_ids = ticket.slot.output[at : at + count * top * 8].view(np.int64).reshape(count, top).copy()
+        at += rows * top * 8
+        top_logprobs = ticket.slot.output[at : at + count * top * 4].view(np.float32).reshape(count, top).copy()
+        at += rows * top * 4
+        logprob = ticket.slot.output[at : at + count * 4].view(np.float32).copy()
+        return StepResult(token_ids, logprob, top_ids, top_logprobs)
+
+    def _write_decode(self, control: Bytes, call: PagedDecode) -> None:
+        """Lay out one decode step; rows behind the real ones are padding: past 0, scratch block, token 0."""
+        count, rows = len(call.sources), call.rows
+        width = self.max_rows * 8
+        host_ids = control[:width].view(np.int64)
+        sources = control[width : 2 * width].view(np.int64)
+        past = control[2 * width : 2 * width + self.max_rows * 4].view(np.int32)
+        table = control[self._table_offset : self._table_offset + rows * call.table_width * 4].view(np.int32)
+        host_base = 3 * self.max_rows
+        host_ids[:count] = call.host_ids
+        host_ids[count:rows] = 0
+        sources[:rows] = np.arange(host_base, host_base + rows)
+        fed = call.sources != FROM_HOST
+        sources[:count][fed] = call.sources[fed]
+        past[:count] = call.past_lengths
+        past[count:rows] = 0
+        table = table.reshape(rows, call.table_width)
+        table[:count] = call.block_table
+        table[count:] = SCRATCH_BLOCK
+
+    def _finish(
+        self, lane: _Lane, slot: _Slot, sampling: SamplingArrays | None, first_source: int, count: int
+    ) -> CudaTicket:
+        """Draw where rows ask for it, start the copy back, and mark the place in the stream."""
+        next_ids = self._pool + first_source * 8
+        has_extras = False
+        if count and sampling is not None:
+            has_extras = self._sample(lane, slot, sampling, next_ids, count)
+        if count:
+            self._copy_out(lane, slot.output_pointer, next_ids, count * 8)
+        if has_extras:
+            self._copy_out(lane, slot.output_pointer + self.max_rows * 8, lane.extras, self._extras_bytes)
+        self._call("cudaEventRecord", slot.event, lane.stream)
+        return CudaTicket(first_source, count, slot, has_extras)
+
+    def _sample(self, lane: _Lane, slot: _Slot, sampling: SamplingArrays, next_ids: int, count: int) -> bool:
+        extras = sampling.extras
+        index = 0 if extras is None else 1
+        binding = lane.sampler_bindings[index]
+        if extras is not None:
+            wanted = count * (64 + 12 * (extras.seen_ids.shape[1] + extras.bias_ids.shape[1])) + 16 * _ALIGNMENT_BYTES
+            self._grow_sampling(lane, wanted)
+        packer = _Packer(slot.sampling, lane.sampling)
+
+        def bind(name: str, kind: int, values: npt.NDArray[Any], columns: int = 1) -> None:
+            self._bind(binding, name, kind, (count, columns), packer.add(values))
+
+        bind("inverse_temperature", TensorProto.FLOAT, sampling.inverse_temperature)
+        bind("top_k", TensorProto.INT64, sampling.top_k)
+        bind("top_p", TensorProto.FLOAT, sampling.top_p)
+        bind("uniform", TensorProto.FLOAT, sampling.uniform)
+        self._bind(binding, "logits", self._kind, (count, self.vocab_size), lane.logits)
+        self._bind_output(binding, "next_ids", TensorProto.INT64, (count,), next_ids)
+        if extras is not None:
+            bind("fed_counts", TensorProto.FLOAT, extras.fed_counts)
+            bind("frequency_penalty", TensorProto.FLOAT, extras.frequency_penalty)
+            bind("presence_penalty", TensorProto.FLOAT, extras.presence_penalty)
+            bind("seen_ids", TensorProto.INT64, extras.seen_ids, extras.seen_ids.shape[1])
+            bind("seen_counts", TensorProto.FLOAT, extras.seen_counts, extras.seen_counts.shape[1])
+            bind("bias_ids", TensorProto.INT64, extras.bias_ids, extras.bias_ids.shape[1])
+            bind("bias_values", TensorProto.FLOAT, extras.bias_values, extras.bias_values.shape[1])
+            self._bind(binding, "fed_ids", TensorProto.INT64, (count,), lane.fed_ids)
+            top = min(MAX_LOGPROBS, self.vocab_size)
+            at = lane.extras
+            self._bind_output(binding, "top_ids", TensorProto.INT64, (count, top), at)
+            at += self.max_rows * top * 8
+            self._bind_output(binding, "top_logprobs", TensorProto.FLOAT, (count, top), at)
+            at += self.max_rows * top * 4
+            self._bind_output(binding, "logprob", TensorProto.FLOAT, (count, 1), at)
+        self._copy_in(lane, lane.sampling, slot.sampling_pointer, packer.end)
+        lane.samplers[index].run_with_iobinding(binding, self._options(_EAGER))
+        return extras is not None
+
+    # --- memory and sessions ----------------------------------------------------------------------------------------
+
+    def _check_weights(self) -> None:
+        for name, shape in weight_shapes(self._model, self._rotary_length).items():
+            given = self._weights.get(name)
+            assert given is not None and given.shape == shape, f"weight {name}: wanted {shape}, given {given}"
+
+    def _allocate_shared(self) -> None:
+        """The token pool with the decode control behind it, and two arrays that never change.
+
+        Pool, int64: [0, max_rows) the last decode step's tokens; [max_rows, 3 max_rows) a ring of prefills' tokens;
+        [3 max_rows, 4 max_rows) tokens from the host, where the control buffer begins.
+        """
+        rows = self.max_rows
+        self._table_offset = _align(rows * (8 + 8 + 4))
+        control_bytes = self._table_offset + rows * max(self.table_widths) * 4
+        self._decode_control_bytes = control_bytes
+        self._pool = self._allocate(3 * rows * 8 + control_bytes)
+        self._decode_control = self._pool + 3 * rows * 8
+        count = max(self._prefill_tokens, rows) + 1
+        self._iota = self._upload(np.arange(count, dtype=np.int64))
+        self._iota32 = self._upload(np.arange(count, dtype=np.int32))
+        top = min(MAX_LOGPROBS, self.vocab_size)
+        self._extras_bytes = rows * top * (8 + 4) + rows * 4
+
+    def _open_lane(self) -> _Lane:
+        cuda = self._cuda
+        (stream,) = self._call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        handle = int(stream)
+        rows = self.max_rows
+        prefill_bytes = self._prefill_tokens * 8 + rows * (8 + 4 + 4) + 4 + rows * self.max_blocks * 4 + 4096
+        control_bytes = max(prefill_bytes, self._decode_control_bytes)
+        sampling_bytes = rows * 64 + rows * 12 * _SPARSE_WIDTH + 16 * _ALIGNMENT_BYTES
+        output_bytes = rows * 8 + self._extras_bytes
+        slots = []
+        for _ in range(_RING):
+            control, control_pointer = self._pin(control_bytes)
+            sampling, sampling_pointer = self._pin(sampling_bytes)
+            output, output_pointer = self._pin(output_bytes)
+            (event,) = self._call("cudaEventCreateWithFlags", cuda.cudaEventBlockingSync | cuda.cudaEventDisableTiming)
+            slots.append(_Slot(control, control_pointer, sampling, sampling_pointer, output, output_pointer, event))
+        decoder = self._open_session(
+            build_decoder_graph(self._model, self._dtype, self._rotary_length).SerializeToString(), handle
+        )
+        samplers = (
+            self._open_session(
+                build_sampler_graph(self._dtype, self.vocab_size, with_extras=False).SerializeToString(), handle
+            ),
+            self._open_session(
+                build_sampler_graph(self._dtype, self.vocab_size, with_extras=True).SerializeToString(), handle
+            ),
+        )
+        binding = decoder.io_binding()
+        self._bind_weights(binding)
+        return _Lane(
+            stream=stream,
+            handle=handle,
+            decoder=decoder,
+            samplers=samplers,
+            binding=binding,
+            sampler_bindings=(samplers[0].io_binding(), samplers[1].io_binding()),
+            control=self._allocate(control_bytes),
+            sampling=self._allocate(sampling_bytes),
+            logits=self._allocate(rows * self.vocab_size * _ITEM_BYTES),
+            fed_ids=self._allocate(max(self._prefill_tokens, rows) * 8),
+            extras=self._allocate(self._extras_bytes),
+            slots=slots,
+        )
+
+    def _open_session(self, model: bytes, stream: int) -> Any:
+        options = self._ort.SessionOptions()
+        options.log_severity_level = 3
+        options.enable_mem_pattern = False  # patterns are kept for each shape that is ever run
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        provider = {
+            "device_id": "0",
+            "enable_cuda_graph": "1",
+            "user_compute_stream": str(stream),
+            "arena_extend_strategy": "kSameAsRequested",
+            **self._provider_options,
+        }
+        session = self._ort.InferenceSession(model, options, providers=[("CUDAExecutionProvider", provider)])
+        session.disable_fallback()
+        return session
+
+    def _size_cache(self) -> None:
+        """Allocate the KV cache from what a largest prefill leaves free."""
+        model = self._model
+        block_bytes = self.block_size * model.kv_size * _ITEM_BYTES
+        per_block = 2 * model.num_layers * block_bytes
+        self._cache = self._allocate(per_block)
+        self.num_blocks = 1
+        for lane in {id(lane): lane for lane in (self._lane, self._prefill_lane)}.values():
+            self._bind_caches(lane.binding)
+        # Every position falls into the one block there is: what is computed has no meaning, what it takes has.
+        tokens = self._prefill_tokens
+        longest = min(tokens, self.context_length)
+        lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+        self._prefill_dummy(lengths)
+        free, total = self._call("cudaMemGetInfo")
+        usable = free - RESERVED_BYTES
+        if self._memory_bytes is not None:
+            usable = min(usable, self._memory_bytes)
+        self._free(self._cache)
+        count = (usable + per_block) // per_block
+        if count < 2:
+            raise CudaError(
+                f"a block of KV cache takes {per_block >> 20} MiB and {usable >> 20} MiB of {total >> 20} MiB are left "
+                "beside the weights; use a smaller model or type, or lower PROMPTMILL_ENGINE_PREFILL_CHUNK_TOKENS",
+                code="not_enough_memory",
+            )
+        self.num_blocks = int(min(count, 1 + self.max_rows * self.max_blocks))
+        self._cache = self._allocate(per_block * self.num_blocks)
+        self._call("cudaMemset", self._cache, 0, per_block * self.num_blocks)
+        log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=per_block * self.num_blocks)
+
+    def _prefill_dummy(self, lengths: Sequence[int]) -> None:
+        rows = len(lengths)
+        width = blocks_for(max(lengths), self.block_size)
+        call = PagedPrefill(
+            token_ids=np.arange(sum(lengths), dtype=np.int64) % self.vocab_size,
+            lengths=np.array(lengths, dtype=np.int32),
+            past_lengths=np.zeros(rows, dtype=np.int32),
+            block_table=np.full((rows, width), SCRATCH_BLOCK, dtype=np.int32),
+            finishing=np.arange(rows, dtype=np.int64),
+            sampling=None,
+        )
+        self.result(self.prefill(call))
+
+    def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
+        """Capture a graph for each decode bucket. The first run of a graph id is two eager ones and the capture."""
+        buckets = [(rows, width) for rows in self.row_buckets for width in self.table_widths]
+        for done, (rows, width) in enumerate(buckets):
+            report("warming up", done, len(buckets))
+            self._bindings[rows, width] = self._bind_decode(rows, width)
+            nothing = np.zeros(1, dtype=np.int64)
+            call = PagedDecode(
+                rows=rows,
+                table_width=width,
+                sources=nothing + FROM_HOST,
+                host_ids=nothing,
+                past_lengths=np.zeros(1, dtype=np.int32),
+                block_table=np.full((1, width), SCRATCH_BLOCK, dtype=np.int32),
+                sampling=None,
+            )
+            self.result(self.decode(call))
+        report("warming up", len(buckets), len(buckets))
+
+    def _bind_decode(self, rows: int, width: int) -> Any:
+        lane, binding = self._lane, self._lane.decoder.io_binding()
+        self._bind_weights(binding)
+        self._bind_caches(binding)
+        at = self._decode_control
+        self._bind(binding, "token_pool", TensorProto.INT64, (4 * self.max_rows,), self._pool)
+        self._bind(binding, "token_sources", TensorProto.INT64, (rows,), at + self.max_rows * 8)
+        self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), self._iota32)
+        self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), at + self.max_rows * 16)
+        self._bind(binding, "block_table", TensorProto.INT32, (rows, width), at + self._table_offset)
+        self._bind(binding, "logits_indices", TensorProto.INT64, (rows,), self._iota)
+        self._bind_metadata(binding, 1, width * self.block_size, 1)
+        self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), self._pool)
+        self._bind_output(binding, "logits", self._kind, (rows, self.vocab_size), lane.logits)
+        self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
+        return binding
+
+    def _bind_weights(self, binding: Any) -> None:
+        for name in weight_shapes(self._model, self._rotary_length):
+            self._bind(binding, name, self._kind, self._weights[name].shape, self._weights[name].pointer)
+
+    def _bind_caches(self, binding: Any) -> None:
+        model = self._model
+        shape = (self.num_blocks, self.block_size, model.num_kv_heads, model.cache_head_dim)
+        size = self.num_blocks * self.block_size * model.kv_size * _ITEM_BYTES
+        for layer in range(model.num_layers):
+            self._bind(binding, f"key_{layer}", self._kind, shape, self._cache + 2 * layer * size)
+            self._bind(binding, f"value_{layer}", self._kind, shape, self._cache + (2 * layer + 1) * size)
+
+    def _bind(self, binding: Any, name: str, kind: int, shape: Sequence[int], pointer: int) -> None:
+        binding.bind_input(name, "cuda", 0, kind, list(shape), pointer)
+
+    def _bind_output(self, binding: Any, name: str, kind: int, shape: Sequence[int], pointer: int) -> None:
+        binding.bind_output(name, "cuda", 0, kind, list(shape), pointer)
+
+    def _bind_metadata(self, binding: Any, most_new: int, longest: int, longest_at_least: int) -> None:
+        values = np.array([most_new, longest, longest_at_least], dtype=np.int32)
+        binding.bind_ortvalue_input("attention_metadata", self._ort.OrtValue.ortvalue_from_numpy(values))
+
+    def _graph_id(self, rows: int, width: int) -> int:
+        return 1 + self.row_buckets.index(rows) * len(self.table_widths) + self.table_widths.index(width)
+
+    def _options(self, graph_id: int) -> Any:
+        options = self._run_options.get(graph_id)
+        if options is None:
+            options = self._ort.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(graph_id))
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            self._run_options[graph_id] = options
+        return options
+
+    # --- the driver -------------------------------------------------------------------------------------------------
+
+    def _take_slot(self, lane: _Lane) -> _Slot:
+        """Pinned memory for the next step. Its last step, several behind, has been read by now."""
+        slot = lane.slots[lane.next_slot]
+        lane.next_slot = (lane.next_slot + 1) % len(lane.slots)
+        return slot
+
+    def _grow_sampling(self, lane: _Lane, wanted_bytes: int) -> None:
+        """Make the buffers of sampling inputs large enough, twice what is wanted."""
+        if wanted_bytes <= lane.slots[0].sampling.nbytes:
+            return
+        self._call("cudaStreamSynchronize", lane.stream)
+        self._free(lane.sampling)
+        lane.sampling = self._allocate(2 * wanted_bytes)
+        for slot in lane.slots:
+            self._pinned_memory.remove(slot.sampling_pointer)
+            self._call("cudaFreeHost", slot.sampling_pointer)
+            slot.sampling, slot.sampling_pointer = self._pin(2 * wanted_bytes)
+
+    def _copy_in(self, lane: _Lane, target: int, source: int, count: int) -> None:
+        self._call(
+            "cudaMemcpyAsync", target, source, count, self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice, lane.stream
+        )
+
+    def _copy_out(self, lane: _Lane, target: int, source: int, count: int) -> None:
+        self._call(
+            "cudaMemcpyAsync", target, source, count, self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost, lane.stream
+        )
+
+    def _allocate(self, count: int) -> int:
+        (pointer,) = self._call("cudaMalloc", count)
+        self._device_memory.append(int(pointer))
+        return int(pointer)
+
+    def _free(self, pointer: int) -> None:
+        self._device_memory.remove(pointer)
+        self._call("cudaFree", pointer)
+
+    def _upload(self, values: npt.NDArray[Any]) -> int:
+        pointer = self._allocate(values.nbytes)
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call("cudaMemcpy", pointer, values.ctypes.data, values.nbytes, kind)
+        return pointer
+
+    def _pin(self, count: int) -> tuple[Bytes, int]:
+        (pointer,) = self._call("cudaHostAlloc", count, self._cuda.cudaHostAllocDefault)
+        self._pinned_memory.append(int(pointer))
+        memory = np.frombuffer(memoryview((ctypes.c_uint8 * count).from_address(int(pointer))), dtype=np.uint8)
+        memory[:] = 0
+        return memory, int(pointer)
+
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        return _checked(self._cuda, name, getattr(self._cuda, name)(*arguments))
+
+
+@dataclass(slots=True)
+class UploadedWeights:
+    """Weights in one device allocation that this object owns."""
+
+    tensors: dict[str, DeviceTensor]
+    pointer: int
+    _cuda: ModuleType = field(repr=False)
+
+    def close(self) -> None:
+        self._cuda.cudaFree(self.pointer)
+
+
+def upload_weights(
+    model: ModelDescription, rotary_length: int, weights: Iterable[tuple[str, npt.NDArray[np.uint16]]]
+) -> UploadedWeights:
+    """Copy every weight to the device, one at a time. Raises CudaError."""
+    cuda = _load_cuda()
+    shapes = weight_shapes(model, rotary_length)
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, shape in shapes.items():
+        offsets[name] = end
+        end = _align(end + int(np.prod(shape)) * _ITEM_BYTES)
+    (pointer,) = _checked(cuda, "cudaMalloc", cuda.cudaMalloc(end))
+    tensors = {name: DeviceTensor(int(pointer) + offsets[name], shape) for name, shape in shapes.items()}
+    missing = set(shapes)
+    for name, values in weights:
+        assert values.shape == shapes[name], f"weight {name} has shape {values.shape}, wanted {shapes[name]}"
+        contiguous = np.ascontiguousarray(values)
+        kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+        copied = cuda.cudaMemcpy(tensors[name].pointer, contiguous.ctypes.data, contiguous.nbytes, kind)
+        _checked(cuda, "cudaMemcpy", copied)
+        missing.discard(name)
+    assert not missing, f"weights are missing: {sorted(missing)}"
+    return UploadedWeights(tensors, int(pointer), cuda)
+
+
+def cuda_row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Row counts of decode graphs: powers of two up to 16, then steps of a quarter.
+
+    Coarser than on a CPU: padding rows have no context to read, and up to some 200 rows a step is bound by reading the
+    weights. Each bucket costs a capture at start.
+    """
+    buckets = [1, 2, 4, 8]
+    while buckets[-1] < max_rows:
+        buckets.append(buckets[-1] + max(8, 1 << max(0, buckets[-1].bit_length() - 3)))
+    return (*(bucket for bucket in buckets if bucket < max_rows), max_rows)
+
+
+def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:
+    """Table widths of decode graphs: powers of two, and the longest context."""
+    widths = [1]
+    while widths[-1] < max_blocks:
+        widths.append(widths[-1] * 2)
+    return (*(width for width in widths if width < max_blocks), max_blocks)
+
+
+def _align(offset: int) -> int:
+    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _load_cuda() -> ModuleType:
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise CudaError(
+            f"the CUDA engine needs the CUDA libraries ({error}); install promptmill[cuda]", code="cuda_missing"
+        ) from error
+
+
+def _checked(cuda: ModuleType, name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    error, *values = answer
+    if error != cuda.cudaError_t.cudaSuccess:
+        code = "not_enough_memory" if error == cuda.cudaError_t.cudaErrorMemoryAllocation else "cuda_failed"
+        raise CudaError(f"{name} failed: {error.name}", code=code, retryable=True)
+    return tuple(values)
