@@ -259,6 +259,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8192)
     parser.add_argument("--burst-tokens", type=int, default=65536)
     parser.add_argument("--wanted-tokens", type=int, default=2048)
+    parser.add_argument("--prefix-tokens", type=int, nargs="*", default=[1024])
+    parser.add_argument("--prefix-min-rows", type=int, default=32)
     parser.add_argument("--concurrent", action="store_true")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
     parser.add_argument("--repeat", type=int, default=2)
@@ -294,6 +296,8 @@ def main(arguments: list[str]) -> None:
         row_buckets=given.row_buckets,
         table_widths=given.table_widths,
         concurrent=given.concurrent,
+        prefix_tokens=given.prefix_tokens,
+        prefix_min_rows=given.prefix_min_rows,
     )
     engine = PagedEngine(
         runner,

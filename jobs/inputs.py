@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import PurePath
 from typing import TypeVar, assert_never
 
 from pydantic import ValidationError
@@ -38,6 +37,7 @@ from jobs.protocol import (
     PlainCompletionLine,
     PlainPromptLine,
     show,
+    show_names,
 )
 from jobs.source import MAX_LINE_BYTES, InputError, Source, decode
 from jobs.tables import Row, Table, read_delimited, read_parquet
@@ -187,7 +187,7 @@ class InputReader:
         template, id_column = self._options.template, self._options.id_column
         if id_column is not None and id_column not in table.columns:
             raise InputError(
-                f"{self._source.name} has no id column '{id_column}'; columns there are: {', '.join(table.columns)}",
+                f"{self._source.name} has no id column '{id_column}'; columns there are: {show_names(table.columns)}",
                 code="missing_column",
             )
         if template is not None:
@@ -195,7 +195,7 @@ class InputReader:
         elif PROMPT_COLUMN not in table.columns:
             raise InputError(
                 f"{self._source.name} is a table without a column '{PROMPT_COLUMN}'; say with --template how to make "
-                f"a prompt of its columns: {', '.join(table.columns)}",
+                f"a prompt of its columns: {show_names(table.columns)}",
                 code="template_needed",
             )
         return self._rows(table.rows, [id_column] if id_column else [n for n in ID_COLUMNS if n in table.columns][:1])
@@ -308,9 +308,8 @@ class InputReader:
             return PlainChatLine
         if "prompt" in value:
             return PlainPromptLine if self._plain_endpoint() is Endpoint.CHAT else PlainCompletionLine
-        there = ", ".join(map(show, list(value)[:10])) or "nothing"
         raise InvalidRequest(
-            f"the line has neither prompt nor messages nor body, only {there}; "
+            f"the line has neither prompt nor messages nor body; its keys: {show_names(list(value))}; "
             "add one, or say with --template how to make a prompt of it",
             code="missing_required_parameter",
             param="prompt",
@@ -423,10 +422,7 @@ def guess_format(source: Source) -> InputFormat:
 
     Raises InputError: unknown_format, json_array.
     """
-    name = PurePath(source.name)
-    if name.suffix.lower() == ".gz":
-        name = name.with_suffix("")
-    extension = name.suffix.lower()
+    extension = source.extension
     head = source.first_bytes()
     if extension == ".json" and head.startswith(b"["):
         raise InputError(

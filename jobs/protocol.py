@@ -56,6 +56,7 @@ MAX_COMPLETION_LOGPROBS = 5  # completions, as OpenAI
 COMPLETION_MAX_TOKENS = 16  # what OpenAI takes when a completions body does not say
 MAX_TOKEN_ID = 2**31 - 1
 IMPOSSIBLE_LOGPROB = -9999.0
+SHOWN_NAMES = 30  # a machine's table may have thousands of columns
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
 
@@ -786,6 +787,18 @@ def show(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
+def show_name(name: str, characters: int = SHOWN_CHARACTERS) -> str:
+    """A field's, column's or file's name for a message: on one line, without control characters, not too long."""
+    text = name if name.isprintable() else json.dumps(name[: characters + 1])[1:-1]
+    return text if len(text) <= characters else text[: characters - 1] + "…"
+
+
+def show_names(names: Sequence[str]) -> str:
+    """Names for a message, a readable number of them."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(map(show_name, names[:SHOWN_NAMES])) + more or "none"
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     """The first of a validation's findings as an error with OpenAI's code, naming field, value, bound and way out."""
     found = error.errors(include_url=False)
@@ -911,7 +924,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part != "[key]":
-            path += f".{part}" if path else part
+            path += f".{show_name(part)}" if path else show_name(part)
     return path
 
 

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import BinaryIO, cast
 
+from jobs.protocol import show_name
 from storage.errors import InvalidRequest, PromptmillError
 
 MAX_LINE_BYTES = 10_000_000  # a 2,000,000-token prompt fits; what is longer is a file without newlines, not a prompt
@@ -41,7 +42,10 @@ class Source:
     """An open input that can be read from its start as often as needed. Close it, or use `with`."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        self.name = name  # as messages show it: the file's own name, without folders
+        """name: the file's own, without folders."""
+        self.name = show_name(name, 120)  # as messages show it, and as it is stored with refused lines
+        plain = name[:-3] if name.lower().endswith(".gz") else name
+        self.extension = PurePath(plain).suffix.lower()
         self._file = file
         self._state = _file_state(file)
 

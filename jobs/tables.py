@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from jobs.protocol import show_name
 from jobs.source import InputError, RawLine, Source, decode
 from storage.errors import InvalidRequest
 
@@ -93,7 +94,9 @@ def _check_header(columns: Sequence[str], where: str) -> None:
             )
     name, count = Counter(columns).most_common(1)[0]
     if count > 1:
-        raise InputError(f"{where}: {count} columns are named '{name}'; rename all but one", code="invalid_header")
+        raise InputError(
+            f"{where}: {count} columns are named '{show_name(name)}'; rename all but one", code="invalid_header"
+        )
 
 
 def _rows(records: Iterator[tuple[int, list[str] | InvalidRequest]], columns: tuple[str, ...]) -> Iterator[Row]:
@@ -215,4 +218,4 @@ def _unclosed(where: str) -> InvalidRequest:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return show_name(str(error).partition("\n")[0], 200) or type(error).__name__

@@ -16,6 +16,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jobs.protocol import show_name, show_names
 from jobs.source import InputError
 from storage.errors import InvalidRequest
 
@@ -29,7 +30,7 @@ class PromptTemplate:
     def __init__(self, text: str, name: str = "template") -> None:
         """Raises InputError `template_error` naming the line at fault."""
         self.text = text
-        self.name = name
+        self.name = show_name(name)
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
         try:
             tree = environment.parse(text)
@@ -58,7 +59,11 @@ class PromptTemplate:
             text.encode()
         except UndefinedError as error:
             missing = sorted(self.columns - row.keys())
-            detail = _no_column(missing[0], list(row)) if missing else f"{error.message}; correct the template or row"
+            detail = (
+                _no_column(missing[0], list(row))
+                if missing
+                else f"{show_name(str(error.message), 200)}; correct the template or row"
+            )
             code = "missing_column" if missing else "template_error"
             raise InvalidRequest(f"{self.name} line {_template_line(error)}: {detail}", code=code) from None
         except UnicodeEncodeError:
@@ -74,8 +79,9 @@ class PromptTemplate:
             ValueError,
             MemoryError,
         ) as error:
+            said = show_name(str(error), 200)
             raise InvalidRequest(
-                f"{self.name} line {_template_line(error)}: {error}; correct the template or the row",
+                f"{self.name} line {_template_line(error)}: {said}; correct the template or the row",
                 code="template_error",
             ) from None
         if not text.strip():
@@ -122,7 +128,7 @@ def _read_text(path: Path, max_bytes: int | None = None) -> str:
 
 
 def _no_column(column: str, columns: Sequence[str]) -> str:
-    return f"column '{column}' is missing; columns there are: {', '.join(columns) or 'none'}"
+    return f"column '{column}' is missing; columns there are: {show_names(columns)}"
 
 
 def _names_with_a_fallback(tree: nodes.Template) -> frozenset[str]:

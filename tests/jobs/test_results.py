@@ -171,6 +171,14 @@ def test_a_device_is_written_to_and_not_replaced(sqlite_database: Database, tmp_
     assert not Path("/dev/null").is_file()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_device_is_said_so(sqlite_database: Database, tmp_path: Path) -> None:
+    batch_id = finished_batch(sqlite_database, tmp_path)
+    with pytest.raises(OutputError) as caught:
+        write_results(sqlite_database, batch_id, "/dev/full")
+    assert caught.value.code == "disk_full"
+
+
 class TestCheckOutput:
     """A run of hours must not end at a path that could never have been written."""
 

@@ -24,14 +24,27 @@ from onnx import TensorProto
 
 from storage.errors import PromptmillError
 from workers.engine.blocks import SCRATCH_BLOCK, blocks_for
-from workers.engine.paged_engine import FROM_HOST, PagedDecode, PagedPrefill, SamplingArrays, StepResult
+from workers.engine.paged_engine import (
+    FROM_HOST,
+    Int32s,
+    Int64s,
+    PagedDecode,
+    PagedPrefill,
+    SamplingArrays,
+    StepResult,
+)
 from workers.models.cuda_graph import (
     MAX_LOGPROBS,
     ONNX_TYPES,
     CudaType,
+    Decoder,
     block_size_for,
     build_decoder_graph,
+    build_prefix_graph,
     build_sampler_graph,
+    can_share_prefix,
+    decoder_weights,
+    split_shapes,
     weight_shapes,
 )
 from workers.models.description import ModelDescription
@@ -43,7 +56,7 @@ Bytes = npt.NDArray[np.uint8]
 # Addresses that ONNX Runtime aliases start at whole multiples of this.
 _ALIGNMENT_BYTES = 256
 # Steps whose results may be unread at once: more than the engine ever has in flight.
-_RING = 4
+_RING = 8
 # Kept free for captured graphs, library handles and the allocator's rounding.
 RESERVED_BYTES = 2 << 30
 _ITEM_BYTES = 2  # float16 and bfloat16
@@ -94,9 +107,9 @@ class _Lane:
 
     stream: Any
     handle: int
-    decoder: Any
+    decoders: dict[Decoder, Any]
     samplers: tuple[Any, Any]  # without and with extras
-    binding: Any
+    binding: Any  # of prefill
     sampler_bindings: tuple[Any, Any]
     control: int
     sampling: int
@@ -105,6 +118,23 @@ class _Lane:
     extras: int
     slots: list[_Slot]
     next_slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlOffsets:
+    """Where the arrays of a decode step begin in its control buffer, in bytes; the block table comes last."""
+
+    host_ids: int
+    sources: int
+    positions: int
+    past: int
+    slots: int
+    virtual_slots: int
+    end: int
+
+    @classmethod
+    def of(cls, rows: int) -> _ControlOffsets:
+        return cls(0, rows * 8, rows * 16, rows * 24, rows * 28, rows * 32, rows * 36)
 
 
 @dataclass(slots=True)
@@ -130,7 +160,8 @@ class CudaRunner:
     weights: device tensors of `dtype` by the names of `weight_shapes`. rotary_length: rows of their rotary tables.
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
     the largest prefill. memory_bytes: what the KV cache may take, None for what is free. concurrent: run prefill on a
-    stream of its own beside decode.
+    stream of its own beside decode. prefix_tokens: lengths of prefixes that decode steps of at least
+    `prefix_min_rows` rows can read once for all rows; each length costs its buckets and a copy of the prefix.
     """
 
     def __init__(
@@ -148,6 +179,8 @@ class CudaRunner:
         table_widths: Sequence[int] | None = None,
         memory_bytes: int | None = None,
         concurrent: bool = False,
+        prefix_tokens: Sequence[int] = (),
+        prefix_min_rows: int = 32,
         provider_options: Mapping[str, str] | None = None,
     ) -> None:
         self.vocab_size = model.vocab_size
@@ -158,6 +191,10 @@ class CudaRunner:
         self.row_buckets: Sequence[int] = tuple(row_buckets or cuda_row_buckets(max_rows))
         self.table_widths: Sequence[int] = tuple(table_widths or cuda_table_widths(self.max_blocks))
         self.feeds_prefill_on_device = not concurrent
+        self.prefix_tokens: Sequence[int] = ()
+        if can_share_prefix(model, dtype):
+            self.prefix_tokens = tuple(tokens for tokens in prefix_tokens if tokens % self.block_size == 0)
+        self.prefix_min_rows = prefix_min_rows
         self.num_blocks = 0
         self._model = model
         self._weights = weights
@@ -170,7 +207,9 @@ class CudaRunner:
         self._provider_options = dict(provider_options or {})
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._bindings: dict[tuple[int, int, int], Any] = {}  # by rows, table width, prefix tokens
+        self._graph_ids: dict[tuple[int, int, int], int] = {}
+        self._loaded_prefix: bytes = b""
         self._run_options: dict[int, Any] = {}
         self._ring_at = 0
         self._check_weights()
@@ -188,11 +227,16 @@ class CudaRunner:
         self._cuda: ModuleType = _load_cuda()
         self._allocate_shared()
         report("opening the model", 0, 1)
-        self._lane = self._open_lane()
-        self._prefill_lane = self._open_lane() if self._concurrent else self._lane
+        kinds = [Decoder.STEP, Decoder.PREFIX] if self.prefix_tokens else [Decoder.STEP]
+        self._lane = self._open_lane(kinds if self._concurrent else [*kinds, Decoder.PROMPT])
+        self._prefill_lane = self._open_lane([Decoder.PROMPT]) if self._concurrent else self._lane
+        if self.prefix_tokens:
+            graph = build_prefix_graph(self._model, self._dtype, self.block_size)
+            self._prefix_session = self._open_session(graph.SerializeToString(), self._lane.handle)
+            size = max(self.prefix_tokens) * self._model.kv_size * _ITEM_BYTES
+            self._prefix = self._allocate(2 * self._model.num_layers * size)
         self._size_cache()
-        for lane in {id(lane): lane for lane in (self._lane, self._prefill_lane)}.values():
-            self._bind_caches(lane.binding)
+        self._bind_caches(self._prefill_lane.binding)
         self._warm_up(report)
         return self.num_blocks
 
@@ -204,6 +248,7 @@ class CudaRunner:
         self._bindings.clear()
         self.__dict__.pop("_lane", None)
         self.__dict__.pop("_prefill_lane", None)
+        self.__dict__.pop("_prefix_session", None)
         for pointer in self._device_memory:
             self._cuda.cudaFree(pointer)
         for pointer in self._pinned_memory:
@@ -222,8 +267,13 @@ class CudaRunner:
         np.cumsum(call.lengths, out=cumulative[1:])
         # A graph cannot be run for no row at all: the first token stands in, and nobody reads its logits.
         indices = cumulative[1:][call.finishing].astype(np.int64) - 1 if count else np.zeros(1, dtype=np.int64)
+        row_of = np.repeat(np.arange(rows), call.lengths)
+        positions = np.arange(tokens) - cumulative[row_of] + call.past_lengths[row_of]
+        places = self._slots(call.block_table, row_of, positions)
         packer = _Packer(slot.control, lane.control)
         binding = lane.binding
+        self._bind(binding, "positions", TensorProto.INT64, (tokens, 1), packer.add(positions))
+        self._bind(binding, "slots", TensorProto.INT32, (tokens,), packer.add(places))
         self._bind(binding, "token_pool", TensorProto.INT64, (tokens,), packer.add(call.token_ids))
         self._bind(binding, "token_sources", TensorProto.INT64, (tokens,), self._iota)
         self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), packer.add(cumulative))
@@ -236,30 +286,37 @@ class CudaRunner:
         self._bind_metadata(binding, most_new, max(longest, most_new), longest)
         if self._ring_at + indices.size > 2 * self.max_rows:
             self._ring_at = 0
-        first = self.max_rows + self._ring_at
+        first = 2 * self.max_rows + self._ring_at
         self._ring_at += count
         next_ids = self._pool + first * 8
         self._bind_output(binding, "next_ids", TensorProto.INT64, indices.shape, next_ids)
         self._bind_output(binding, "logits", self._kind, (indices.size, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (tokens,), lane.fed_ids)
         self._copy_in(lane, lane.control, slot.control_pointer, packer.end)
-        lane.decoder.run_with_iobinding(binding, self._options(_EAGER))
+        lane.decoders[Decoder.PROMPT].run_with_iobinding(binding, self._options(_EAGER))
         return self._finish(lane, slot, call.sampling, first, count)
 
     def decode(self, call: PagedDecode) -> CudaTicket:
         """Compute one token for each row, replaying the bucket's graph."""
         lane = self._lane
+        if call.prefix_blocks and call.prefix_digest != self._loaded_prefix:
+            self._load_prefix(call.prefix_blocks)
+            self._loaded_prefix = call.prefix_digest
         slot = self._take_slot(lane)
-        count = len(call.sources)
         self._write_decode(slot.control, call)
         end = self._table_offset + call.rows * call.table_width * 4
         self._copy_in(lane, self._decode_control, slot.control_pointer, end)
-        binding = self._bindings[call.rows, call.table_width]
-        lane.decoder.run_with_iobinding(binding, self._options(self._graph_id(call.rows, call.table_width)))
-        return self._finish(lane, slot, call.sampling, 0, count)
+        bucket = (call.rows, call.table_width, len(call.prefix_blocks) * self.block_size)
+        decoder = lane.decoders[Decoder.PREFIX if call.prefix_blocks else Decoder.STEP]
+        decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
+        first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
+        return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
 
     def first_source(self, ticket: CudaTicket) -> int:
         return ticket.first_source
+
+    def decode_source(self, *, is_prefix: bool) -> int:
+        return self.max_rows if is_prefix else 0
 
     def is_done(self, ticket: CudaTicket) -> bool:
         (status,) = self._cuda.cudaEventQuery(ticket.slot.event)
@@ -284,22 +341,57 @@ class CudaRunner:
     def _write_decode(self, control: Bytes, call: PagedDecode) -> None:
         """Lay out one decode step; rows behind the real ones are padding: past 0, scratch block, token 0."""
         count, rows = len(call.sources), call.rows
-        width = self.max_rows * 8
-        host_ids = control[:width].view(np.int64)
-        sources = control[width : 2 * width].view(np.int64)
-        past = control[2 * width : 2 * width + self.max_rows * 4].view(np.int32)
-        table = control[self._table_offset : self._table_offset + rows * call.table_width * 4].view(np.int32)
-        host_base = 3 * self.max_rows
+        at = self._control_offsets
+        host_ids = control[at.host_ids :].view(np.int64)
+        sources = control[at.sources :].view(np.int64)
+        positions = control[at.positions :].view(np.int64)
+        past = control[at.past :].view(np.int32)
+        slots = control[at.slots :].view(np.int32)
+        virtual_slots = control[at.virtual_slots :].view(np.int32)
+        host_base = 4 * self.max_rows
         host_ids[:count] = call.host_ids
         host_ids[count:rows] = 0
         sources[:rows] = np.arange(host_base, host_base + rows)
         fed = call.sources != FROM_HOST
         sources[:count][fed] = call.sources[fed]
-        past[:count] = call.past_lengths
-        past[count:rows] = 0
-        table = table.reshape(rows, call.table_width)
+        end = self._table_offset + rows * call.table_width * 4
+        table = control[self._table_offset : end].view(np.int32).reshape(rows, call.table_width)
         table[:count] = call.block_table
         table[count:] = SCRATCH_BLOCK
+        row_of = np.arange(count)
+        if not call.prefix_blocks:
+            past[:count] = call.past_lengths
+            slots[:count] = self._slots(call.block_table, row_of, call.past_lengths)
+        else:
+            # Behind the row's own tokens and this one comes the virtual token: see `build_decoder_graph`.
+            own = call.past_lengths - len(call.prefix_blocks) * self.block_size
+            positions[:count] = call.past_lengths
+            positions[count:rows] = 0
+            past[:count] = own + 1
+            slots[:count] = self._slots(call.block_table, row_of, own)
+            virtual_slots[:count] = self._slots(call.block_table, row_of, own + 1)
+            virtual_slots[count:rows] = 0
+        past[count:rows] = 0
+        slots[count:rows] = 0
+
+    def _slots(self, block_table: Int32s, row_of: Int64s, positions: npt.NDArray[Any]) -> Int32s:
+        """Where in the cache the positions of rows lie."""
+        blocks = block_table[row_of, positions // self.block_size]
+        places: Int32s = (blocks * self.block_size + positions % self.block_size).astype(np.int32)
+        return places
+
+    def _load_prefix(self, blocks: tuple[int, ...]) -> None:
+        """Copy a prefix to where the PREFIX decoder reads it, behind all steps launched so far."""
+        slot = self._take_slot(self._lane)
+        packer = _Packer(slot.control, self._lane.control)
+        pointer = packer.add(np.array(blocks, dtype=np.int64))
+        self._copy_in(self._lane, self._lane.control, slot.control_pointer, packer.end)
+        binding = self._prefix_session.io_binding()
+        self._bind_caches(binding)
+        self._bind(binding, "prefix_blocks", TensorProto.INT64, (len(blocks),), pointer)
+        self._bind_prefix(binding, len(blocks) * self.block_size, self._bind_output)
+        self._prefix_session.run_with_iobinding(binding, self._options(_EAGER))
+        self._call("cudaEventRecord", slot.event, self._lane.stream)
 
     def _finish(
         self, lane: _Lane, slot: _Slot, sampling: SamplingArrays | None, first_source: int, count: int
@@ -362,29 +454,31 @@ class CudaRunner:
             assert given is not None and given.shape == shape, f"weight {name}: wanted {shape}, given {given}"
 
     def _allocate_shared(self) -> None:
-        """The token pool with the decode control behind it, and two arrays that never change.
+        """The token pool with the decode control behind it, and arrays that never change.
 
-        Pool, int64: [0, max_rows) the last decode step's tokens; [max_rows, 3 max_rows) a ring of prefills' tokens;
-        [3 max_rows, 4 max_rows) tokens from the host, where the control buffer begins.
+        Pool, int64: [0, max_rows) the last decode step's tokens; [max_rows, 2 max_rows) those of the last decode step
+        over a shared prefix; [2 max_rows, 4 max_rows) a ring of prefills' tokens; [4 max_rows, 5 max_rows) tokens from
+        the host, where the control buffer begins.
         """
         rows = self.max_rows
-        self._table_offset = _align(rows * (8 + 8 + 4))
-        control_bytes = self._table_offset + rows * max(self.table_widths) * 4
-        self._decode_control_bytes = control_bytes
-        self._pool = self._allocate(3 * rows * 8 + control_bytes)
-        self._decode_control = self._pool + 3 * rows * 8
+        self._control_offsets = _ControlOffsets.of(rows)
+        self._table_offset = _align(self._control_offsets.end)
+        self._decode_control_bytes = self._table_offset + rows * max(self.table_widths) * 4
+        self._pool = self._allocate(4 * rows * 8 + self._decode_control_bytes)
+        self._decode_control = self._pool + 4 * rows * 8
         count = max(self._prefill_tokens, rows) + 1
         self._iota = self._upload(np.arange(count, dtype=np.int64))
         self._iota32 = self._upload(np.arange(count, dtype=np.int32))
+        self._zeros32 = self._upload(np.zeros(rows, dtype=np.int32))
         top = min(MAX_LOGPROBS, self.vocab_size)
         self._extras_bytes = rows * top * (8 + 4) + rows * 4
 
-    def _open_lane(self) -> _Lane:
+    def _open_lane(self, kinds: Iterable[Decoder]) -> _Lane:
         cuda = self._cuda
         (stream,) = self._call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
         handle = int(stream)
         rows = self.max_rows
-        prefill_bytes = self._prefill_tokens * 8 + rows * (8 + 4 + 4) + 4 + rows * self.max_blocks * 4 + 4096
+        prefill_bytes = self._prefill_tokens * (8 + 8 + 4) + rows * (8 + 4 + 4) + rows * self.max_blocks * 4 + 4096
         control_bytes = max(prefill_bytes, self._decode_control_bytes)
         sampling_bytes = rows * 64 + rows * 12 * _SPARSE_WIDTH + 16 * _ALIGNMENT_BYTES
         output_bytes = rows * 8 + self._extras_bytes
@@ -395,9 +489,7 @@ class CudaRunner:
             output, output_pointer = self._pin(output_bytes)
             (event,) = self._call("cudaEventCreateWithFlags", cuda.cudaEventBlockingSync | cuda.cudaEventDisableTiming)
             slots.append(_Slot(control, control_pointer, sampling, sampling_pointer, output, output_pointer, event))
-        decoder = self._open_session(
-            build_decoder_graph(self._model, self._dtype, self._rotary_length).SerializeToString(), handle
-        )
+        decoders = {kind: self._open_decoder(kind, handle) for kind in kinds}
         samplers = (
             self._open_session(
                 build_sampler_graph(self._dtype, self.vocab_size, with_extras=False).SerializeToString(), handle
@@ -406,12 +498,14 @@ class CudaRunner:
                 build_sampler_graph(self._dtype, self.vocab_size, with_extras=True).SerializeToString(), handle
             ),
         )
-        binding = decoder.io_binding()
-        self._bind_weights(binding)
+        binding = None
+        if Decoder.PROMPT in decoders:
+            binding = decoders[Decoder.PROMPT].io_binding()
+            self._bind_weights(binding, Decoder.PROMPT)
         return _Lane(
             stream=stream,
             handle=handle,
-            decoder=decoder,
+            decoders=decoders,
             samplers=samplers,
             binding=binding,
             sampler_bindings=(samplers[0].io_binding(), samplers[1].io_binding()),
@@ -422,6 +516,10 @@ class CudaRunner:
             extras=self._allocate(self._extras_bytes),
             slots=slots,
         )
+
+    def _open_decoder(self, kind: Decoder, stream: int) -> Any:
+        graph = build_decoder_graph(self._model, self._dtype, self._rotary_length, kind)
+        return self._open_session(graph.SerializeToString(), stream)
 
     def _open_session(self, model: bytes, stream: int) -> Any:
         options = self._ort.SessionOptions()
@@ -446,8 +544,7 @@ class CudaRunner:
         per_block = 2 * model.num_layers * block_bytes
         self._cache = self._allocate(per_block)
         self.num_blocks = 1
-        for lane in {id(lane): lane for lane in (self._lane, self._prefill_lane)}.values():
-            self._bind_caches(lane.binding)
+        self._bind_caches(self._prefill_lane.binding)
         # Every position falls into the one block there is: what is computed has no meaning, what it takes has.
         tokens = self._prefill_tokens
         longest = min(tokens, self.context_length)
@@ -485,43 +582,83 @@ class CudaRunner:
 
     def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
         """Capture a graph for each decode bucket. The first run of a graph id is two eager ones and the capture."""
-        buckets = [(rows, width) for rows in self.row_buckets for width in self.table_widths]
-        for done, (rows, width) in enumerate(buckets):
+        buckets = [(rows, width, 0) for rows in self.row_buckets for width in self.table_widths]
+        for prefix in self.prefix_tokens:
+            widest = self.max_blocks - prefix // self.block_size
+            narrow = [width for width in self.table_widths if width < widest]
+            widths = self.table_widths[: len(narrow) + 1]
+            buckets += [
+                (rows, width, prefix) for rows in self.row_buckets if rows >= self.prefix_min_rows for width in widths
+            ]
+        for done, bucket in enumerate(buckets):
             report("warming up", done, len(buckets))
-            self._bindings[rows, width] = self._bind_decode(rows, width)
+            rows, width, prefix = bucket
+            self._graph_ids[bucket] = done + 1
+            self._bindings[bucket] = self._bind_decode(rows, width, prefix)
             nothing = np.zeros(1, dtype=np.int64)
             call = PagedDecode(
                 rows=rows,
                 table_width=width,
                 sources=nothing + FROM_HOST,
                 host_ids=nothing,
-                past_lengths=np.zeros(1, dtype=np.int32),
+                past_lengths=np.full(1, prefix, dtype=np.int32),
                 block_table=np.full((1, width), SCRATCH_BLOCK, dtype=np.int32),
                 sampling=None,
+                prefix_blocks=(SCRATCH_BLOCK,) * (prefix // self.block_size),
+                prefix_digest=b"warm-up" if prefix else b"",
             )
             self.result(self.decode(call))
         report("warming up", len(buckets), len(buckets))
 
-    def _bind_decode(self, rows: int, width: int) -> Any:
-        lane, binding = self._lane, self._lane.decoder.io_binding()
-        self._bind_weights(binding)
+    def _bind_decode(self, rows: int, width: int, prefix: int) -> Any:
+        kind = Decoder.PREFIX if prefix else Decoder.STEP
+        lane, binding = self._lane, self._lane.decoders[kind].io_binding()
+        self._bind_weights(binding, kind)
         self._bind_caches(binding)
-        at = self._decode_control
-        self._bind(binding, "token_pool", TensorProto.INT64, (4 * self.max_rows,), self._pool)
-        self._bind(binding, "token_sources", TensorProto.INT64, (rows,), at + self.max_rows * 8)
+        control, at = self._decode_control, self._control_offsets
+        self._bind(binding, "token_pool", TensorProto.INT64, (5 * self.max_rows,), self._pool)
+        self._bind(binding, "token_sources", TensorProto.INT64, (rows,), control + at.sources)
         self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), self._iota32)
-        self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), at + self.max_rows * 16)
-        self._bind(binding, "block_table", TensorProto.INT32, (rows, width), at + self._table_offset)
+        self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), control + at.past)
+        self._bind(binding, "slots", TensorProto.INT32, (rows,), control + at.slots)
+        self._bind(binding, "block_table", TensorProto.INT32, (rows, width), control + self._table_offset)
         self._bind(binding, "logits_indices", TensorProto.INT64, (rows,), self._iota)
         self._bind_metadata(binding, 1, width * self.block_size, 1)
-        self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), self._pool)
+        if prefix:
+            self._bind(binding, "positions", TensorProto.INT64, (rows, 1), control + at.positions)
+            self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
+            self._bind(binding, "no_lengths", TensorProto.INT32, (rows,), self._zeros32)
+            self._bind(binding, "no_table", TensorProto.INT32, (rows, 1), self._zeros32)
+            self._bind_metadata(binding, 1, self.block_size, 1, "no_metadata")
+            self._bind_prefix(binding, prefix, self._bind)
+        next_ids = self._pool + (self.max_rows * 8 if prefix else 0)
+        self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), next_ids)
         self._bind_output(binding, "logits", self._kind, (rows, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
         return binding
 
-    def _bind_weights(self, binding: Any) -> None:
-        for name in weight_shapes(self._model, self._rotary_length):
-            self._bind(binding, name, self._kind, self._weights[name].shape, self._weights[name].pointer)
+    def _bind_weights(self, binding: Any, kind: Decoder) -> None:
+        for name, shape in decoder_weights(self._model, self._rotary_length, kind).items():
+            pointer = self._weights[name].pointer if name in self._weights else self._split_pointer(name)
+            self._bind(binding, name, self._kind, shape, pointer)
+
+    def _split_pointer(self, name: str) -> int:
+        """Where q, k or v begins in the merged weight."""
+        at, _, _ = name.partition(".attention.")
+        pointer = self._weights[f"{at}.attention.qkv.weight"].pointer
+        for part, (rows, columns) in split_shapes(self._model, int(at.rpartition(".")[2])).items():
+            if part == name:
+                return pointer
+            pointer += rows * columns * _ITEM_BYTES
+        raise AssertionError(f"no weight {name}")
+
+    def _bind_prefix(self, binding: Any, tokens: int, bind: Callable[..., None]) -> None:
+        model = self._model
+        shape = (model.num_kv_heads, tokens, model.cache_head_dim)
+        size = max(self.prefix_tokens) * model.kv_size * _ITEM_BYTES
+        for layer in range(model.num_layers):
+            bind(binding, f"prefix_key_{layer}", self._kind, shape, self._prefix + 2 * layer * size)
+            bind(binding, f"prefix_value_{layer}", self._kind, shape, self._prefix + (2 * layer + 1) * size)
 
     def _bind_caches(self, binding: Any) -> None:
         model = self._model
@@ -537,12 +674,11 @@ class CudaRunner:
     def _bind_output(self, binding: Any, name: str, kind: int, shape: Sequence[int], pointer: int) -> None:
         binding.bind_output(name, "cuda", 0, kind, list(shape), pointer)
 
-    def _bind_metadata(self, binding: Any, most_new: int, longest: int, longest_at_least: int) -> None:
+    def _bind_metadata(
+        self, binding: Any, most_new: int, longest: int, longest_at_least: int, name: str = "attention_metadata"
+    ) -> None:
         values = np.array([most_new, longest, longest_at_least], dtype=np.int32)
-        binding.bind_ortvalue_input("attention_metadata", self._ort.OrtValue.ortvalue_from_numpy(values))
-
-    def _graph_id(self, rows: int, width: int) -> int:
-        return 1 + self.row_buckets.index(rows) * len(self.table_widths) + self.table_widths.index(width)
+        binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(values))
 
     def _options(self, graph_id: int) -> Any:
         options = self._run_options.get(graph_id)

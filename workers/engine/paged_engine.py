@@ -107,6 +107,9 @@ class PagedPrefill:
 class PagedDecode:
     """One token for each of n rows, run in a bucket of `rows` rows and `table_width` blocks a row.
 
+    prefix_blocks: blocks that all rows begin with and that are to be read once for all; the tables leave them out, and
+    hold room for one position more. prefix_digest names their content.
+
     sources: int64 [n], where each row's token lies on the device (an earlier step's `first_source` plus its place
     there), or FROM_HOST: then it is in host_ids int64 [n]. past_lengths: int32 [n]. block_table: int32
     [n, table_width].
@@ -119,6 +122,8 @@ class PagedDecode:
     past_lengths: Int32s
     block_table: Int32s
     sampling: SamplingArrays | None
+    prefix_blocks: tuple[int, ...] = ()
+    prefix_digest: Digest = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,7 @@ class PagedRunner(Protocol):
 
     feeds_prefill_on_device: a decode step may take the tokens of a prefill that has not been read, because both run
     one after the other. False: the two kinds run side by side, and prefill's tokens come through the host.
+    prefix_tokens: lengths of prefixes that a decode step of prefix_min_rows rows or more can read once for all rows.
     """
 
     vocab_size: int
@@ -145,6 +151,8 @@ class PagedRunner(Protocol):
     row_buckets: Sequence[int]
     table_widths: Sequence[int]
     feeds_prefill_on_device: bool
+    prefix_tokens: Sequence[int]
+    prefix_min_rows: int
 
     def start(self, report: Callable[[str, int, int], None]) -> int:
         """Load, allocate, warm up; returns the number of blocks, block 0 included."""
@@ -155,6 +163,10 @@ class PagedRunner(Protocol):
     def decode(self, call: PagedDecode) -> Any: ...
 
     def first_source(self, ticket: Any) -> int: ...
+
+    def decode_source(self, *, is_prefix: bool) -> int:
+        """The first source of a decode step, over a shared prefix or not."""
+        ...
 
     def is_done(self, ticket: Any) -> bool: ...
 
@@ -178,6 +190,28 @@ def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: i
     """Whether the next step is a prefill. Prompts go first, since more rows make decode steps cheaper for each, but
     decoding rows wait for no more than one burst of prompt tokens."""
     return can_prefill and (not can_decode or burst_left_tokens > 0)
+
+
+def shared_prefix(
+    tables: Int32s, lengths: Int32s, block_size: int, prefix_tokens: Sequence[int], min_rows: int
+) -> tuple[npt.NDArray[np.bool_], int]:
+    """The most rows that share the longest prefix worth reading once for all of them.
+
+    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. A block has one content and stands in the
+    tables of those alone that share all before it, so rows with equal k-th blocks have k equal ones.
+    Returns which rows, and how many blocks they share: 0 if too few rows share enough.
+    """
+    longest = tables.shape[1] * block_size
+    for tokens in sorted(prefix_tokens, reverse=True):
+        blocks = tokens // block_size
+        # The step needs room for two positions: the row's next token and one that merges the prefix.
+        is_able = (lengths >= tokens) & (lengths + 2 <= longest)
+        if np.count_nonzero(is_able) < min_rows:
+            continue
+        ends, counts = np.unique(tables[is_able, blocks - 1], return_counts=True)
+        if counts.max() >= min_rows:
+            return is_able & (tables[:, blocks - 1] == ends[counts.argmax()]), blocks
+    return np.zeros(len(lengths), dtype=bool), 0
 
 
 def holds_admission(
@@ -669,44 +703,85 @@ class PagedEngine:
             del self._computing[digest]
 
     def _decode(self, wanted: Int64s) -> None:
+        """Launch a step for all rows that decode: two if many of them share a prefix and others do not."""
         places = self._places
-        if not self._grow_tables(wanted):
+        sharing, prefix = self._shared_prefix(wanted)
+        if not self._grow_tables(wanted, sharing):
             # Rows were read or preempted on the way: what can run has changed.
             wanted = places.decoding()
-            if not wanted.size:
+            sharing, prefix = self._shared_prefix(wanted)
+            if not wanted.size or not self._grow_tables(wanted, sharing):
                 return
-            if not self._grow_tables(wanted):
-                return
-        width = bucket_for(int(places.block_counts[wanted].max()), self._runner.table_widths)
-        call = PagedDecode(
-            rows=bucket_for(wanted.size, self._runner.row_buckets),
-            table_width=width,
-            sources=places.sources[wanted],
-            host_ids=places.host_ids[wanted],
-            past_lengths=places.lengths[wanted],
-            block_table=_columns(places.tables, wanted, width),
-            sampling=self._sampling(wanted, is_prefill=False),
-        )
-        try:
-            ticket = self._runner.decode(call)
-        except Exception as error:
-            self._fail_run([places.row(int(place)) for place in wanted], error)
-            return
-        places.lengths[wanted] += 1
-        places.launched[wanted] += 1
-        places.in_flight[wanted] += 1
-        places.steps[wanted] += 1
-        places.shared_rows[wanted] += wanted.size
-        places.sources[wanted] = self._runner.first_source(ticket) + np.arange(wanted.size)
         self._burst_left_tokens = self._prefill_burst_tokens
         self._undecoded = 0
-        self._lanes[1].append(_Step(ticket, wanted, wanted, is_prefill=False))
+        parts = [(wanted[sharing], prefix), (wanted[~sharing], 0)]
+        if not self._is_safe_first(wanted[sharing], wanted[~sharing], is_prefix=True):
+            parts.reverse()
+        for at, blocks in parts:
+            if at.size:
+                self._launch_decode(at, blocks)
+
+    def _shared_prefix(self, wanted: Int64s) -> tuple[npt.NDArray[np.bool_], int]:
+        places, runner = self._places, self._runner
+        if wanted.size < runner.prefix_min_rows or not runner.prefix_tokens:
+            return np.zeros(wanted.size, dtype=bool), 0
+        sharing, blocks = shared_prefix(
+            places.tables[wanted],
+            places.lengths[wanted],
+            runner.block_size,
+            runner.prefix_tokens,
+            runner.prefix_min_rows,
+        )
+        first, other = wanted[sharing], wanted[~sharing]
+        if self._is_safe_first(first, other, is_prefix=True) or self._is_safe_first(other, first, is_prefix=False):
+            return sharing, blocks
+        return np.zeros(wanted.size, dtype=bool), 0  # once: then each row's token lies where its kind of step puts it
+
+    def _is_safe_first(self, first: Int64s, second: Int64s, *, is_prefix: bool) -> bool:
+        """Whether a step of the first rows leaves the tokens alone that the second ones are fed.
+
+        is_prefix: the kind of the first step, which decides where it writes its own tokens.
+        """
+        begin = self._runner.decode_source(is_prefix=is_prefix)
+        sources = self._places.sources[second]
+        return not first.size or not bool(((sources >= begin) & (sources < begin + first.size)).any())
+
+    def _launch_decode(self, at: Int64s, prefix: int) -> None:
+        places, runner = self._places, self._runner
+        width = bucket_for(int(places.block_counts[at].max()) - prefix, runner.table_widths)
+        blocks: tuple[int, ...] = tuple(places.tables[at[0], :prefix].tolist())
+        call = PagedDecode(
+            rows=bucket_for(at.size, runner.row_buckets),
+            table_width=width,
+            sources=places.sources[at],
+            host_ids=places.host_ids[at],
+            past_lengths=places.lengths[at],
+            block_table=_columns(places.tables, at, prefix, width),
+            sampling=self._sampling(at, is_prefill=False),
+            prefix_blocks=blocks,
+            prefix_digest=places.row(int(at[0])).digests[prefix - 1] if prefix else b"",
+        )
+        try:
+            ticket = runner.decode(call)
+        except Exception as error:
+            self._fail_run([places.row(int(place)) for place in at], error)
+            return
+        places.lengths[at] += 1
+        places.launched[at] += 1
+        places.in_flight[at] += 1
+        places.steps[at] += 1
+        places.shared_rows[at] += at.size
+        places.sources[at] = runner.first_source(ticket) + np.arange(at.size)
+        self._lanes[1].append(_Step(ticket, at, at, is_prefill=False))
         self._steps += 1
 
-    def _grow_tables(self, wanted: Int64s) -> bool:
-        """Give a block to each row whose next position begins one; False if rows had to be preempted for that."""
+    def _grow_tables(self, wanted: Int64s, sharing: npt.NDArray[np.bool_]) -> bool:
+        """Give a block to each row whose next position begins one; False if rows had to be preempted for that.
+
+        sharing: rows that need room for one position more.
+        """
         places, size = self._places, self._pool.block_size
-        needy = wanted[places.lengths[wanted] >= places.block_counts[wanted] * size]
+        needy = wanted[places.lengths[wanted] + sharing >= places.block_counts[wanted] * size]
         for place in needy:
             taken = self._pool.take(1)
             if taken is None:
@@ -893,9 +968,9 @@ def _wants_extras(sampling: SamplingParameters) -> bool:
     return _is_penalized(sampling) or bool(sampling.logit_bias) or sampling.logprobs is not None
 
 
-def _columns(tables: Int32s, at: Int64s, width: int) -> Int32s:
-    """The tables of some rows, `width` blocks wide: longer than any table where the bucket is."""
-    chosen = tables[at, :width]
+def _columns(tables: Int32s, at: Int64s, first: int, width: int) -> Int32s:
+    """`width` columns of some rows' tables from column `first`, filled up where the bucket is wider than any table."""
+    chosen = tables[at, first : first + width]
     missing = width - chosen.shape[1]
     return np.pad(chosen, ((0, 0), (0, missing)), constant_values=SCRATCH_BLOCK) if missing > 0 else chosen
 

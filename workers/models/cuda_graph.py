@@ -2,11 +2,19 @@
 
 Decoder inputs, T tokens of B rows packed one behind the other:
   token_pool int64 [P]; token_sources int64 [T], each token's place in the pool: this is how a step feeds the next one
-  without the host; cumulative_lengths int32 [B+1]; past_lengths int32 [B]; block_table int32 [B, M];
-  attention_metadata int32 [3] in host memory: bounds on new tokens a row, on all tokens a row, and a lower bound on the
-  longest row; logits_indices int64 [S], packed positions; key_{i}, value_{i} [num_blocks, block_size, num_kv_heads,
-  cache_head_dim], written in place; every weight under its stored name.
+  without the host; cumulative_lengths int32 [B+1]; past_lengths int32 [B]; block_table int32 [B, M]; slots int32 [T],
+  block * block_size + offset of each token's KV; attention_metadata int32 [3] in host memory: bounds on new tokens a
+  row, on all tokens a row, and a lower bound on the longest row; logits_indices int64 [S], packed positions; key_{i},
+  value_{i} [num_blocks, block_size, num_kv_heads, cache_head_dim], written in place; every weight by its stored name.
 Decoder outputs: fed_ids int64 [T]; logits [S, vocab_size]; next_ids int64 [S], their argmax.
+
+It comes in three kinds (`Decoder`), which differ in attention alone:
+  STEP multiplies q, k and v at once and leaves the rotation to PagedAttention: fewest kernels, for decode steps.
+  PROMPT multiplies and rotates them apart, for which it takes positions int64 [T, 1]: PagedAttention's own rotation
+  searches each token's row anew and took a tenth of a prefill (H200, 2026-11-30).
+  PREFIX is a decode step of rows that share their first Q tokens, and reads those once for all. It takes positions,
+  virtual_slots int32 [B] and prefix_key_{i}, prefix_value_{i} [num_heads, Q, cache_head_dim] (`build_prefix_graph`);
+  past_lengths and block_table leave the prefix out, and past_lengths count one token more: see `_attend_prefix`.
 
 Weights are inputs rather than initializers, so that sessions share them by pointer and a graph is a few kilobytes.
 Activations, weights and cache all have one type: float16 or bfloat16.
@@ -15,6 +23,7 @@ Activations, weights and cache all have one type: float16 or bfloat16.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +59,14 @@ MAX_CANDIDATES = 256
 MAX_LOGPROBS = 20
 # The whole vocabulary is searched in two steps of about its square root, because CumSum costs the square of its length.
 _CHUNK = 256
+
+
+class Decoder(Enum):
+    """The kinds of decoder graph described at the top of this module."""
+
+    STEP = "step"
+    PROMPT = "prompt"
+    PREFIX = "prefix"
 
 
 @dataclass
@@ -94,6 +111,31 @@ def weight_shapes(description: ModelDescription, context_length: int) -> dict[st
     return shapes
 
 
+def split_shapes(description: ModelDescription, layer: int) -> dict[str, tuple[int, int]]:
+    """The weights of q, k and v apart, in the order in which they lie in the merged one."""
+    hidden, at = description.hidden_size, f"layers.{layer}.attention"
+    return {
+        f"{at}.q.weight": (description.query_size, hidden),
+        f"{at}.k.weight": (description.kv_size, hidden),
+        f"{at}.v.weight": (description.kv_size, hidden),
+    }
+
+
+def can_share_prefix(description: ModelDescription, dtype: CudaType) -> bool:
+    """Whether the PREFIX decoder exists: it merges one token for each head, and ArgMax has no bfloat16 kernel."""
+    return description.num_heads == description.num_kv_heads and dtype == "float16"
+
+
+def decoder_weights(description: ModelDescription, context_length: int, kind: Decoder) -> dict[str, tuple[int, ...]]:
+    """The weights that a decoder of this kind takes as input, by name."""
+    shapes = weight_shapes(description, context_length)
+    if kind is not Decoder.STEP:
+        for layer in range(description.num_layers):
+            del shapes[f"layers.{layer}.attention.qkv.weight"]
+            shapes |= split_shapes(description, layer)
+    return shapes
+
+
 def stored_weights(
     entries: Mapping[str, TensorProto], folder: Path, dtype: CudaType
 ) -> Iterator[tuple[str, NDArray[np.uint16]]]:
@@ -134,11 +176,13 @@ def artifact_entries(model_path: Path) -> dict[str, TensorProto]:
     return entries
 
 
-def build_decoder_graph(description: ModelDescription, dtype: CudaType, context_length: int) -> ModelProto:
+def build_decoder_graph(
+    description: ModelDescription, dtype: CudaType, context_length: int, kind: Decoder = Decoder.STEP
+) -> ModelProto:
     """Build the decoder described at the top of this module. context_length: rows of the rotary tables."""
-    shapes = weight_shapes(description, context_length)
-    kind = ONNX_TYPES[dtype]
-    entries = {name: TensorProto(name=name, data_type=kind, dims=shape) for name, shape in shapes.items()}
+    shapes = decoder_weights(description, context_length, kind)
+    element = ONNX_TYPES[dtype]
+    entries = {name: TensorProto(name=name, data_type=element, dims=shape) for name, shape in shapes.items()}
     graph = CudaGraphWriter(description, dtype, entries)
     fed_ids = graph.node("Gather", ["token_pool", "token_sources"], ["fed_ids"], axis=0)
     residual = graph.node("Gather", [graph.weight("embedding.weight"), fed_ids], ["embedding"], axis=0)
@@ -146,8 +190,7 @@ def build_decoder_graph(description: ModelDescription, dtype: CudaType, context_
     for layer in range(description.num_layers):
         at = f"layers.{layer}"
         normed, residual = _normalize(graph, residual, update, f"{at}.attention_norm")
-        qkv = _project(graph, normed, f"{at}.attention.qkv")
-        attended = _attend_paged(graph, qkv, layer)
+        attended = _attend_in(graph, normed, layer, kind)
         update = _project(graph, attended, f"{at}.attention.output")
         normed, residual = _normalize(graph, residual, update, f"{at}.mlp_norm")
         update = _feed_forward(graph, normed, at)
@@ -161,27 +204,53 @@ def build_decoder_graph(description: ModelDescription, dtype: CudaType, context_
         comparable = graph.node("Cast", [logits], ["logits.float32"], to=TensorProto.FLOAT)
     graph.node("ArgMax", [comparable], ["next_ids"], axis=1, keepdims=0)
 
-    cache_shape: list[Any] = ["num_blocks", "block_size", description.num_kv_heads, description.cache_head_dim]
-    caches: list[Value] = [
-        (f"{part}_{layer}", kind, cache_shape) for layer in range(description.num_layers) for part in _CACHES
-    ]
     inputs: list[Value] = [
         ("token_pool", TensorProto.INT64, ["pool"]),
         ("token_sources", TensorProto.INT64, ["tokens"]),
         ("cumulative_lengths", TensorProto.INT32, ["rows_plus_1"]),
         ("past_lengths", TensorProto.INT32, ["rows"]),
         ("block_table", TensorProto.INT32, ["rows", "table_width"]),
+        ("slots", TensorProto.INT32, ["tokens"]),
         ("attention_metadata", TensorProto.INT32, [3]),
         ("logits_indices", TensorProto.INT64, ["num_logits"]),
-        *caches,
-        *((name, kind, list(shape)) for name, shape in shapes.items()),
+        *_cache_values(description, element),
+        *((name, element, list(shape)) for name, shape in shapes.items()),
     ]
+    if kind is not Decoder.STEP:
+        inputs.append(("positions", TensorProto.INT64, ["tokens", 1]))
+    if kind is Decoder.PREFIX:
+        inputs += [
+            ("virtual_slots", TensorProto.INT32, ["rows"]),
+            ("no_lengths", TensorProto.INT32, ["rows"]),
+            ("no_table", TensorProto.INT32, ["rows", 1]),
+            ("no_metadata", TensorProto.INT32, [3]),
+            *_prefix_values(description, element),
+        ]
     outputs: list[Value] = [
         ("fed_ids", TensorProto.INT64, ["tokens"]),
-        ("logits", kind, ["num_logits", description.vocab_size]),
+        ("logits", element, ["num_logits", description.vocab_size]),
         ("next_ids", TensorProto.INT64, ["num_logits"]),
     ]
-    return _model(graph.nodes, inputs, outputs, [])
+    return _model(graph.nodes, inputs, outputs, [graph.used[name] for name in graph.used if name not in shapes])
+
+
+def build_prefix_graph(description: ModelDescription, dtype: CudaType, block_size: int) -> ModelProto:
+    """Build the graph that copies the KV of a prefix from its blocks to where the PREFIX decoder reads it.
+
+    Inputs: prefix_blocks int64 [n], key_{i}, value_{i}. Outputs: prefix_key_{i}, prefix_value_{i} [num_kv_heads,
+    n * block_size, cache_head_dim].
+    """
+    element = ONNX_TYPES[dtype]
+    graph = CudaGraphWriter(description, dtype, {})
+    shape = graph.constant("prefix.shape", [-1, description.num_kv_heads, description.cache_head_dim])
+    for layer in range(description.num_layers):
+        for part in _CACHES:
+            name = f"{part}_{layer}"
+            blocks = graph.node("Gather", [name, "prefix_blocks"], [f"{name}.blocks"], axis=0)
+            rows = graph.node("Reshape", [blocks, shape], [f"{name}.rows"])
+            graph.node("Transpose", [rows], [f"prefix_{name}"], perm=[1, 0, 2])
+    inputs: list[Value] = [("prefix_blocks", TensorProto.INT64, ["blocks"]), *_cache_values(description, element)]
+    return _model(graph.nodes, inputs, _prefix_values(description, element), list(graph.used.values()))
 
 
 def build_sampler_graph(dtype: CudaType | Literal["float32"], vocab_size: int, *, with_extras: bool) -> ModelProto:
@@ -242,27 +311,147 @@ def build_sampler_graph(dtype: CudaType | Literal["float32"], vocab_size: int, *
 _CACHES = ("key", "value")
 
 
-def _attend_paged(graph: GraphWriter, qkv: str, layer: int) -> str:
+def _cache_values(description: ModelDescription, element: int) -> list[Value]:
+    shape: list[Any] = ["num_blocks", "block_size", description.num_kv_heads, description.cache_head_dim]
+    return [(f"{part}_{layer}", element, shape) for layer in range(description.num_layers) for part in _CACHES]
+
+
+def _prefix_values(description: ModelDescription, element: int) -> list[Value]:
+    shape: list[Any] = [description.num_kv_heads, "prefix", description.cache_head_dim]
+    return [(f"prefix_{part}_{layer}", element, shape) for layer in range(description.num_layers) for part in _CACHES]
+
+
+def _attend_in(graph: GraphWriter, normed: str, layer: int, kind: Decoder) -> str:
+    """Attention of one layer: [T, hidden_size] → [T, query_size]."""
+    at = f"layers.{layer}.attention"
+    if kind is Decoder.STEP:
+        qkv = _project(graph, normed, f"{at}.qkv")
+        return _attend_paged(graph, [qkv, "", ""], layer, at, do_rotary=1)
+    query = _rotate(graph, _project(graph, normed, f"{at}.q"), graph.description.query_size)
+    key = _rotate(graph, _project(graph, normed, f"{at}.k"), graph.description.kv_size)
+    value = _project(graph, normed, f"{at}.v")
+    if kind is Decoder.PROMPT:
+        return _attend_paged(graph, [query, key, value], layer, at, do_rotary=0)
+    return _attend_prefix(graph, query, key, value, layer)
+
+
+def _attend_paged(
+    graph: GraphWriter,
+    values: list[str],
+    layer: int,
+    output: str,
+    *,
+    do_rotary: int,
+    rows: tuple[str, str, str, str] = ("past_lengths", "block_table", "slots", "attention_metadata"),
+) -> str:
+    """values: query, key and value, or all three in the first. rows: where each row's context lies."""
     description = graph.description
-    tables = [graph.weight("rope.cos"), graph.weight("rope.sin")]
-    # Inputs 1 and 2 are key and value, here packed into the first. Inputs 10 to 15 are not used. Without the cache
-    # outputs the operator writes through its cache inputs.
+    past_lengths, block_table, slots, metadata = rows
+    tables = [graph.weight("rope.cos"), graph.weight("rope.sin")] if do_rotary else ["", ""]
+    # Inputs 11 to 15 are not used. Without the cache outputs the operator writes through its cache inputs.
     return graph.node(
         "PagedAttention",
         [
-            *(qkv, "", "", f"key_{layer}", f"value_{layer}"),
-            *("cumulative_lengths", "past_lengths", "block_table", *tables),
-            *([""] * 6),
-            "attention_metadata",
+            *values,
+            *(f"key_{layer}", f"value_{layer}", "cumulative_lengths", past_lengths, block_table),
+            *tables,
+            *(slots, "", "", "", "", "", metadata),
         ],
-        [f"layers.{layer}.attention"],
+        [output],
         domain=MICROSOFT,
         num_heads=description.num_heads,
         kv_num_heads=description.num_kv_heads,
         scale=1 / math.sqrt(description.head_dim),
-        do_rotary=1,
+        do_rotary=do_rotary,
         rotary_interleaved=0,
     )
+
+
+def _rotate(graph: GraphWriter, values: str, size: int) -> str:
+    """Turn the heads of [T, size] by their positions; each token is a sequence of its own to the operator."""
+    single = graph.node("Reshape", [values, _constant(graph, f"single.{size}", [-1, 1, size])], [f"{values}.single"])
+    tables = [graph.weight("rope.cos"), graph.weight("rope.sin")]
+    rotated = graph.node(
+        "RotaryEmbedding", [single, "positions", *tables], [f"{values}.turned"], domain=MICROSOFT, interleaved=0
+    )
+    return graph.node("Reshape", [rotated, _constant(graph, f"flat.{size}", [-1, size])], [f"{values}.rotated"])
+
+
+def _attend_prefix(graph: GraphWriter, query: str, key: str, value: str, layer: int) -> str:
+    """Attention of one token a row to a prefix that all rows share and to what each row has of its own.
+
+    The prefix is one dense product for all rows, which gives each row and head its part O1 of the answer and the
+    logarithm L1 of its weight. It joins the rest as one virtual token that stands behind the row's own: value O1, and
+    key q * L1 / (scale * |q|^2), whose product with q is L1. So attention over own tokens and virtual token is
+    attention over everything, to the rounding of that key. The next step's token overwrites it.
+    """
+    description = graph.description
+    heads, dim = description.num_heads, description.cache_head_dim
+    scale = 1 / math.sqrt(description.head_dim)
+    at = f"layers.{layer}.attention"
+
+    def node(op: str, inputs: list[str], name: str, domain: str = "", **attributes: Any) -> str:
+        return graph.node(op, inputs, [f"{at}.{name}"], domain=domain, **attributes)
+
+    by_head = _constant(graph, "by_head", [-1, heads, dim])
+    flat = _constant(graph, "by_row", [-1, heads * dim])
+    rows = node("Reshape", [query, by_head], "rows")
+    turned = node("Transpose", [rows], "heads", perm=[1, 0, 2])
+    scores = node(
+        "FusedMatMul", [turned, f"prefix_key_{layer}"], "scores", domain=MICROSOFT, transB=1, alpha=float(scale)
+    )
+    shares = node("Softmax", [scores], "shares", axis=2)
+    part = node("MatMul", [shares, f"prefix_value_{layer}"], "part")
+    part = node("Transpose", [part], "part.rows", perm=[1, 0, 2])
+    virtual_value = node("Reshape", [part, flat], "virtual_value")
+    # The weight of all, from the likeliest token's score and share: log(sum(exp(s))) = s_i - log(share_i).
+    likeliest = node("ArgMax", [scores], "likeliest", axis=2, keepdims=1)
+    score = node("GatherElements", [scores, likeliest], "score", axis=2)
+    share = node("GatherElements", [shares, likeliest], "share", axis=2)
+    score = node("Cast", [score], "score.float32", to=TensorProto.FLOAT)
+    share = node("Log", [node("Cast", [share], "share.float32", to=TensorProto.FLOAT)], "share.log")
+    weight = node("Transpose", [node("Sub", [score, share], "weight")], "weight.rows", perm=[1, 0, 2])
+    wide = node("Cast", [rows], "rows.float32", to=TensorProto.FLOAT)
+    squares = node("Mul", [wide, wide], "squares")
+    norm = node("ReduceSum", [squares, _constant(graph, "head.axis", [2])], "norm", keepdims=1)
+    norm = node("Mul", [norm, _scalar(graph, "scale", scale)], "norm.scaled")
+    virtual_key = node("Mul", [wide, node("Div", [weight, norm], "factor")], "virtual_key.float32")
+    virtual_key = node("Cast", [virtual_key], "virtual_key.rows", to=ONNX_TYPES[_cuda_type(graph)])
+    virtual_key = node("Reshape", [virtual_key, flat], "virtual_key")
+    # First the row's token is written; what the operator makes of it, without any context, is not used.
+    written = _attend_paged(
+        graph,
+        [query, key, value],
+        layer,
+        f"{at}.written",
+        do_rotary=0,
+        rows=("no_lengths", "no_table", "slots", "no_metadata"),
+    )
+    # The sum with zero times that keeps the two in order.
+    kept = node("Mul", [written, _scalar(graph, "nothing", 0.0, half=True)], "kept")
+    virtual_key = node("Add", [virtual_key, kept], "virtual_key.ordered")
+    return _attend_paged(
+        graph,
+        [query, virtual_key, virtual_value],
+        layer,
+        at,
+        do_rotary=0,
+        rows=("past_lengths", "block_table", "virtual_slots", "attention_metadata"),
+    )
+
+
+def _constant(graph: GraphWriter, name: str, values: list[int]) -> str:
+    return name if name in graph.used else graph.constant(name, values)
+
+
+def _scalar(graph: GraphWriter, name: str, value: float, *, half: bool = False) -> str:
+    graph.used[name] = numpy_helper.from_array(np.array(value, dtype=np.float16 if half else np.float32), name)
+    return name
+
+
+def _cuda_type(graph: GraphWriter) -> CudaType:
+    assert graph.dtype == "float16" or graph.dtype == "bfloat16"
+    return graph.dtype
 
 
 @dataclass

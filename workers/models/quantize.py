@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 Bits = Literal[4, 8]
 
+# Rounding takes several arrays of the weight's size; by parts they stay small beside it.
+_VALUES_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -27,18 +30,16 @@ def quantize(weight: NDArray[np.float32], bits: Bits, block_size: int) -> Quanti
     """Round each block of a float32 weight [N, K] to integers of the given width."""
     rows, columns = weight.shape
     num_blocks = -(-columns // block_size)
-    padded = np.zeros((rows, num_blocks * block_size), dtype=np.float32)
-    padded[:, :columns] = weight
-    values = padded.reshape(rows, num_blocks, block_size)
-    if bits == 8:
-        scales = np.abs(values).max(axis=2) / np.float32(127)
-        integers = np.rint(values / _nonzero(scales)[:, :, None]).clip(-127, 127) + 128
-        return QuantizedWeight(integers.astype(np.uint8), scales.astype(np.float32))
-    # Four bits reach from -8 to 7. Letting the largest magnitude be -8, whatever its sign, uses all sixteen values.
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
-    scales = (largest / np.float32(-8)).astype(np.float32)
-    integers = (np.rint(values / _nonzero(scales)[:, :, None]).clip(-8, 7) + 8).astype(np.uint8)
-    return QuantizedWeight(integers[:, :, 0::2] | (integers[:, :, 1::2] << 4), scales)
+    blocks = np.empty((rows, num_blocks, block_size * bits // 8), dtype=np.uint8)
+    scales = np.empty((rows, num_blocks), dtype=np.float32)
+    step = max(1, _VALUES_AT_ONCE // columns)
+    for begin in range(0, rows, step):
+        some = weight[begin : begin + step]
+        padded = np.pad(some, ((0, 0), (0, num_blocks * block_size - columns)))
+        round_blocks = _round_to_8_bits if bits == 8 else _round_to_4_bits
+        integers, scales[begin : begin + step] = round_blocks(padded.reshape(len(some), num_blocks, block_size))
+        blocks[begin : begin + step] = integers
+    return QuantizedWeight(blocks, scales)
 
 
 def dequantize(weight: QuantizedWeight, bits: Bits, columns: int) -> NDArray[np.float32]:
@@ -52,6 +53,21 @@ def dequantize(weight: QuantizedWeight, bits: Bits, columns: int) -> NDArray[np.
         integers = unpacked
     values = (integers.astype(np.float32) - np.float32(1 << (bits - 1))) * weight.scales[:, :, None]
     return values.reshape(len(values), -1)[:, :columns]
+
+
+def _round_to_8_bits(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """values: [rows, blocks, block_size]. Returns the stored bytes and the scales."""
+    scales = (np.abs(values).max(axis=2) / 127).astype(np.float32)
+    integers = np.rint(values / _nonzero(scales)[:, :, None]).clip(-127, 127) + 128
+    return integers.astype(np.uint8), scales
+
+
+def _round_to_4_bits(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Four bits reach from -8 to 7. Letting the largest magnitude be -8, whatever its sign, uses all sixteen values."""
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+    scales = (largest / -8).astype(np.float32)
+    integers = (np.rint(values / _nonzero(scales)[:, :, None]).clip(-8, 7) + 8).astype(np.uint8)
+    return integers[:, :, 0::2] | (integers[:, :, 1::2] << 4), scales
 
 
 def _nonzero(scales: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -16,6 +16,8 @@ import numpy as np
 from tests.workers.engine.fake_runner import VOCAB_SIZE, next_token
 from workers.engine.paged_engine import FROM_HOST, PagedDecode, PagedPrefill, SamplingArrays, StepResult
 
+VIRTUAL = 1000  # what merges a shared prefix takes a position; no token has this id
+
 
 @dataclass
 class Ticket:
@@ -36,6 +38,7 @@ class FakePagedRunner:
         context_length: int,
         *,
         concurrent: bool = False,
+        prefix_tokens: tuple[int, ...] = (),
         seed: int = 0,
     ) -> None:
         self.block_size = block_size
@@ -45,13 +48,18 @@ class FakePagedRunner:
         widest = -(-context_length // block_size)
         self.table_widths = [width for width in (1, 2, 4, 8, 16, 32, 64) if width < widest] + [widest]
         self.feeds_prefill_on_device = not concurrent
+        self.prefix_tokens = [tokens for tokens in prefix_tokens if tokens % block_size == 0]
+        self.prefix_min_rows = 2
+        self.loaded_prefix = b""
+        self.prefix = np.zeros(0, dtype=np.int64)
         self.cache = np.full((blocks, block_size), -1, dtype=np.int64)
-        self.pool = np.full(3 * max_rows, -1, dtype=np.int64)
+        self.pool = np.full(4 * max_rows, -1, dtype=np.int64)
         self.ring_at = 0
         self.first_lane: deque[Ticket] = deque()
         self.second_lane: deque[Ticket] = deque() if concurrent else self.first_lane
         self.random = random.Random(seed)
         self.prefilled_tokens = 0
+        self.prefix_rows = 0
         self.decode_shapes: list[tuple[int, int]] = []  # (bucket, rows)
         self.most_in_flight = 0
         self.fail_on_token: int | None = None
@@ -74,7 +82,7 @@ class FakePagedRunner:
         count = len(call.finishing)
         if self.ring_at + count > 2 * self.max_rows:
             self.ring_at = 0
-        first = self.max_rows + self.ring_at
+        first = 2 * self.max_rows + self.ring_at
         self.ring_at += count
 
         def work() -> StepResult:
@@ -97,20 +105,36 @@ class FakePagedRunner:
         assert count <= call.rows and call.rows in self.row_buckets
         assert call.block_table.shape == (count, call.table_width) and call.table_width in self.table_widths
         assert call.block_table.max() < len(self.cache) and call.block_table.min() >= 0
-        assert self.feeds_prefill_on_device or call.sources.max() < self.max_rows
+        assert self.feeds_prefill_on_device or call.sources.max() < 2 * self.max_rows
         self.decode_shapes.append((call.rows, count))
+        shared = len(call.prefix_blocks) * self.block_size
+        loads_prefix = shared > 0 and call.prefix_digest != self.loaded_prefix
+        if shared:
+            assert shared in self.prefix_tokens and count >= self.prefix_min_rows
+            assert ((call.past_lengths - shared + 2) <= call.table_width * self.block_size).all()
+            self.loaded_prefix = call.prefix_digest
+            self.prefix_rows += count
+        first = self.decode_source(is_prefix=shared > 0)
 
         def work() -> StepResult:
+            if loads_prefix:
+                self.prefix = self.cache[list(call.prefix_blocks)].reshape(-1)
             fed = np.where(call.sources == FROM_HOST, call.host_ids, self.pool[call.sources])
             contexts = []
-            for token, table, past in zip(fed, call.block_table, call.past_lengths, strict=True):
+            for token, table, past in zip(fed, call.block_table, call.past_lengths - shared, strict=True):
                 self._write(table, past, int(token))
-                contexts.append(self._context(table, past + 1))
+                if shared:
+                    self._write(table, past + 1, VIRTUAL)
+                own = self._context(table, past + 1)
+                contexts.append(np.concatenate([self.prefix, own]) if shared else own)
             result = _choose(contexts, call.sampling, fed)
-            self.pool[:count] = result.token_ids
+            self.pool[first : first + count] = result.token_ids
             return result
 
-        return self._launch(self.second_lane, 0, work)
+        return self._launch(self.second_lane, first, work)
+
+    def decode_source(self, *, is_prefix: bool) -> int:
+        return self.max_rows if is_prefix else 0
 
     def first_source(self, ticket: Ticket) -> int:
         return ticket.first_source

@@ -45,7 +45,7 @@ TINY = ModelDescription(
     hidden_size=32,
     intermediate_size=64,
     num_layers=2,
-    num_heads=4,
+    num_heads=2,
     num_kv_heads=2,
     head_dim=16,
     context_length=120,
@@ -125,13 +125,14 @@ class PretendedCuda:
         return (Error.cudaSuccess,)
 
 
+VIRTUAL = 1000  # what the cache holds where a shared prefix is merged; no token has this id
 _TYPES = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16}
 
 
 class Binding:
     def __init__(self) -> None:
         self.places: dict[str, tuple[int, list[int], int]] = {}
-        self.metadata: np.ndarray | None = None
+        self.metadata: dict[str, np.ndarray] = {}
 
     def bind_input(self, name: str, device: str, index: int, kind: int, shape: list[int], pointer: int) -> None:
         assert device == "cuda" and pointer
@@ -140,8 +141,8 @@ class Binding:
     bind_output = bind_input
 
     def bind_ortvalue_input(self, name: str, value: np.ndarray) -> None:
-        assert name == "attention_metadata"
-        self.metadata = value
+        assert name.endswith("metadata")
+        self.metadata[name] = value
 
     def array(self, name: str) -> np.ndarray:
         kind, shape, pointer = self.places[name]
@@ -162,8 +163,9 @@ class Session:
     def __init__(self, model: bytes, options: object, providers: list[Any]) -> None:
         self.graph = onnx.load_from_string(model).graph
         self.is_decoder = any(value.name == "token_pool" for value in self.graph.input)
+        self.is_prefix_copy = any(value.name == "prefix_blocks" for value in self.graph.input)
         self.captured: dict[str, dict[str, Any]] = {}
-        if not self.is_decoder:
+        if not self.is_decoder and not self.is_prefix_copy:
             real = onnxruntime.SessionOptions()
             real.intra_op_num_threads = 1
             self.sampler = onnxruntime.InferenceSession(model, real, providers=["CPUExecutionProvider"])
@@ -177,6 +179,11 @@ class Session:
     def run_with_iobinding(self, binding: Binding, options: RunOptions) -> None:
         assert options.entries["disable_synchronize_execution_providers"] == "1"
         graph_id = options.entries["gpu_graph_id"]
+        if self.is_prefix_copy:
+            blocks = binding.array("key_0")[binding.array("prefix_blocks")]
+            rows = blocks.reshape(-1, *blocks.shape[2:])
+            binding.array("prefix_key_0")[...] = rows.transpose(1, 0, 2)
+            return
         if not self.is_decoder:
             names = [value.name for value in self.graph.input]
             answers = self.sampler.run(None, {name: binding.array(name) for name in names})
@@ -188,10 +195,10 @@ class Session:
             kept = Binding()
             kept.places, kept.metadata = self.captured.setdefault(
                 graph_id,
-                (dict(binding.places), binding.metadata),  # type: ignore[arg-type]
+                (dict(binding.places), dict(binding.metadata)),  # type: ignore[arg-type]
             )
             binding = kept
-        missing = {value.name for value in self.graph.input} - set(binding.places) - {"attention_metadata"}
+        missing = {value.name for value in self.graph.input} - set(binding.places) - set(binding.metadata)
         assert not missing, f"not bound: {missing}"
         _run_decoder(binding)
 
@@ -200,19 +207,28 @@ def _run_decoder(binding: Binding) -> None:
     pool, sources = binding.array("token_pool"), binding.array("token_sources")
     fed = pool[sources].copy()
     cumulative, past = binding.array("cumulative_lengths"), binding.array("past_lengths")
-    table, cache = binding.array("block_table"), binding.array("key_0")
-    block_size = cache.shape[1]
-    assert binding.metadata is not None
-    most_new, longest, _ = binding.metadata
+    table, cache, slots = binding.array("block_table"), binding.array("key_0"), binding.array("slots")
+    flat = cache[:, :, 0, 0].reshape(-1).copy()  # the cache itself is written below
+    flat[slots] = fed
+    prefix = np.zeros(0, dtype=np.int64)
+    if "prefix_key_0" in binding.places:
+        prefix = binding.array("prefix_key_0")[0, :, 0].astype(np.int64)
+        flat[binding.array("virtual_slots")] = VIRTUAL
+    cache[:, :, 0, 0] = flat.reshape(cache.shape[:2])
+    most_new, longest, _ = binding.metadata["attention_metadata"]
     contexts: list[np.ndarray] = []
     for row, (start, end) in enumerate(itertools.pairwise(cumulative)):
         assert end - start <= most_new
         assert past[row] + end - start <= longest
+        values = cache[table[row], :, 0, 0].reshape(-1).astype(np.int64)
         for offset in range(end - start):
-            position = past[row] + offset
-            cache[table[row, position // block_size], position % block_size, 0, 0] = fed[start + offset]
-            values = cache[table[row], :, 0, 0].reshape(-1)[: position + 1]
-            contexts.append(values.astype(np.int64))
+            own = values[: past[row] + offset + 1]
+            if prefix.size:
+                assert own[-1] == VIRTUAL or past[row] == 0, "the virtual token is the last one"
+                own = own[:-1]
+            if "positions" in binding.places and past[row]:
+                assert binding.array("positions")[start + offset, 0] == prefix.size + len(own) - 1
+            contexts.append(np.concatenate([prefix, own]))
     indices = binding.array("logits_indices")
     chosen = [next_token(contexts[index]) for index in indices]
     logits = binding.array("logits")
@@ -242,12 +258,13 @@ def make_runner(**options: Any) -> CudaRunner:
     return CudaRunner(TINY, weights, dtype="float16", rotary_length=120, **chosen)
 
 
+@pytest.mark.parametrize("prefix_tokens", [(), (16, 32)])
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
-    device: PretendedCuda, concurrent: bool
+    device: PretendedCuda, concurrent: bool, prefix_tokens: tuple[int, ...]
 ) -> None:
     """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong."""
-    runner = make_runner(concurrent=concurrent)
+    runner = make_runner(concurrent=concurrent, prefix_tokens=prefix_tokens, prefix_min_rows=2)
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]

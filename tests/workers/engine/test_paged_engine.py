@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from storage.errors import PromptmillError
 from tests.workers.engine.fake_paged_runner import FakePagedRunner
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
-from workers.engine.paged_engine import PagedEngine, holds_admission, plan_pieces, prefers_prefill
+from workers.engine.paged_engine import PagedEngine, holds_admission, plan_pieces, prefers_prefill, shared_prefix
 from workers.engine.request import FinishReason, GenerationRequest, SamplingParameters
 
 STOP = 3
@@ -48,6 +48,7 @@ def pool_of(engine: PagedEngine) -> tuple[int, int]:
     burst=st.sampled_from([1, 60, 100_000]),
     prefix_reuse=st.booleans(),
     concurrent=st.booleans(),
+    reads_once=st.booleans(),
     count=st.integers(1, 50),
 )
 def test_every_request_gets_the_answer_it_would_get_alone(
@@ -59,11 +60,15 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     burst: int,
     prefix_reuse: bool,
     concurrent: bool,
+    reads_once: bool,
     count: int,
 ) -> None:
     """Batching, chunks, shared blocks, preemption, look-ahead and padding are invisible: what all else serves."""
     rng = random.Random(seed)
-    runner = FakePagedRunner(blocks, block_size, max_rows, 100, concurrent=concurrent, seed=seed)
+    prefix_tokens = (4, 16, 32) if reads_once else ()
+    runner = FakePagedRunner(
+        blocks, block_size, max_rows, 100, concurrent=concurrent, prefix_tokens=prefix_tokens, seed=seed
+    )
     engine = make_engine(
         runner,
         prefill_budget_tokens=budget,
@@ -173,6 +178,35 @@ def test_a_shared_beginning_is_computed_once_however_the_prompts_arrive() -> Non
     assert [completion.cached_tokens for completion in completions] == [0] + [64] * 39
     for own, completion in enumerate(completions):
         assert list(completion.completion_token_ids) == continuation([*shared, own, own + 1], 5)[0]
+
+
+def test_a_prefix_that_many_rows_share_is_read_once_for_all_of_them() -> None:
+    """Rows with another beginning decode beside them, and a new prefix takes the place of the old."""
+    runner = FakePagedRunner(400, 4, 16, 100, prefix_tokens=(8, 16))
+    engine = make_engine(runner, stop_token_ids=[])
+    asked = []
+    for first in (0, 50):
+        shared = [(first + n) % VOCAB_SIZE for n in range(18)]
+        for own in range(12):
+            prompt = [*shared, own] if own % 4 else [own, first, 7]
+            asked.append((prompt, engine.submit(ask(prompt, 20 + own))))
+    for prompt, future in asked:
+        completion = future.result(30)
+        assert list(completion.completion_token_ids) == continuation(prompt, len(completion.completion_token_ids))[0]
+    engine.close()
+    assert runner.prefix_rows > 100
+
+
+def test_the_rows_that_share_most_are_found() -> None:
+    tables = np.array([[5, 6, 9], [5, 6, 8], [1, 2, 3], [5, 7, 0], [5, 6, 0]], dtype=np.int32)
+    lengths = np.array([10, 10, 10, 7, 11], dtype=np.int32)
+    rows, blocks = shared_prefix(tables, lengths, 4, (4, 8, 12), 2)
+    assert blocks == 2
+    assert rows.tolist() == [True, True, False, False, False], "the last row has no room for two positions more"
+    rows, blocks = shared_prefix(tables, lengths, 4, (4, 8), 3)
+    assert blocks == 1
+    assert rows.tolist() == [True, True, False, True, False]
+    assert shared_prefix(tables, lengths, 4, (4, 8), 4)[1] == 0
 
 
 def test_an_answer_can_be_the_beginning_of_the_next_prompt() -> None:
