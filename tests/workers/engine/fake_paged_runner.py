@@ -1,6 +1,6 @@
 """A paged runner whose "model" is a hash: the token after a row depends on every token found through its block table.
 
-Steps run late, as on a device: in the order of their lane, at some moment between launch and result. Its cache holds,
+Steps run late, as on a device: in order, each at some moment between launch and result. Its cache holds,
 for each block and position, the token whose KV would be there, so a block that is shared wrongly, given away too early
 or left out of a table makes an answer wrong, and the tests see it.
 """
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.workers.engine.fake_runner import VOCAB_SIZE, next_token
-from workers.engine.paged_engine import FROM_HOST, PagedDecode, PagedPrefill, SamplingArrays, StepResult
+from workers.engine.paged_engine import PagedDecode, PagedPrefill, SamplingArrays, StepResult
 
 VIRTUAL = 1000  # what merges a shared prefix takes a position; no token has this id
 
 
 @dataclass
 class Ticket:
-    lane: deque["Ticket"]
     first_source: int
-    work: Callable[[], StepResult] | None
+    work: Callable[[], StepResult]
     answer: StepResult | None = None
 
 
@@ -37,7 +36,6 @@ class FakePagedRunner:
         max_rows: int,
         context_length: int,
         *,
-        concurrent: bool = False,
         prefix_tokens: tuple[int, ...] = (),
         seed: int = 0,
     ) -> None:
@@ -47,7 +45,6 @@ class FakePagedRunner:
         self.row_buckets = [bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket < max_rows] + [max_rows]
         widest = -(-context_length // block_size)
         self.table_widths = [width for width in (1, 2, 4, 8, 16, 32, 64) if width < widest] + [widest]
-        self.feeds_prefill_on_device = not concurrent
         self.prefix_tokens = [tokens for tokens in prefix_tokens if tokens % block_size == 0]
         self.prefix_min_rows = 2
         self.loaded_prefix = b""
@@ -55,8 +52,7 @@ class FakePagedRunner:
         self.cache = np.full((blocks, block_size), -1, dtype=np.int64)
         self.pool = np.full(4 * max_rows, -1, dtype=np.int64)
         self.ring_at = 0
-        self.first_lane: deque[Ticket] = deque()
-        self.second_lane: deque[Ticket] = deque() if concurrent else self.first_lane
+        self.flight: deque[Ticket] = deque()
         self.random = random.Random(seed)
         self.prefilled_tokens = 0
         self.prefix_rows = 0
@@ -98,14 +94,13 @@ class FakePagedRunner:
             self.pool[first : first + count] = result.token_ids
             return result
 
-        return self._launch(self.first_lane, first, work)
+        return self._launch(first, work)
 
     def decode(self, call: PagedDecode) -> Ticket:
         count = len(call.sources)
         assert count <= call.rows and call.rows in self.row_buckets
         assert call.block_table.shape == (count, call.table_width) and call.table_width in self.table_widths
         assert call.block_table.max() < len(self.cache) and call.block_table.min() >= 0
-        assert self.feeds_prefill_on_device or call.sources.max() < 2 * self.max_rows
         self.decode_shapes.append((call.rows, count))
         shared = len(call.prefix_blocks) * self.block_size
         loads_prefix = shared > 0 and call.prefix_digest != self.loaded_prefix
@@ -119,7 +114,8 @@ class FakePagedRunner:
         def work() -> StepResult:
             if loads_prefix:
                 self.prefix = self.cache[list(call.prefix_blocks)].reshape(-1)
-            fed = np.where(call.sources == FROM_HOST, call.host_ids, self.pool[call.sources])
+            fed = self.pool[call.sources]
+            assert fed.min() >= 0
             contexts = []
             for token, table, past in zip(fed, call.block_table, call.past_lengths - shared, strict=True):
                 self._write(table, past, int(token))
@@ -131,18 +127,13 @@ class FakePagedRunner:
             self.pool[first : first + count] = result.token_ids
             return result
 
-        return self._launch(self.second_lane, first, work)
+        return self._launch(first, work)
 
     def decode_source(self, *, is_prefix: bool) -> int:
         return self.max_rows if is_prefix else 0
 
     def first_source(self, ticket: Ticket) -> int:
         return ticket.first_source
-
-    def is_done(self, ticket: Ticket) -> bool:
-        if self.random.random() < 0.5:
-            self._run_until(ticket)
-        return ticket.answer is not None
 
     def result(self, ticket: Ticket) -> StepResult:
         self.gate.wait()
@@ -153,19 +144,17 @@ class FakePagedRunner:
     def close(self) -> None:
         self.is_closed = True
 
-    def _launch(self, lane: deque[Ticket], first_source: int, work: Callable[[], StepResult]) -> Ticket:
-        ticket = Ticket(lane, first_source, work)
-        lane.append(ticket)
-        self.most_in_flight = max(self.most_in_flight, len(lane))
-        for other in (self.first_lane, self.second_lane):
-            while other and self.random.random() < 0.3:
-                self._run_until(other[0])
+    def _launch(self, first_source: int, work: Callable[[], StepResult]) -> Ticket:
+        ticket = Ticket(first_source, work)
+        self.flight.append(ticket)
+        self.most_in_flight = max(self.most_in_flight, len(self.flight))
+        while self.flight and self.random.random() < 0.3:
+            self._run_until(self.flight[0])
         return ticket
 
     def _run_until(self, ticket: Ticket) -> None:
         while ticket.answer is None:
-            first = ticket.lane.popleft()
-            assert first.work is not None
+            first = self.flight.popleft()
             first.answer = first.work()
 
     def _write(self, table: np.ndarray, position: int, token: int) -> None:

@@ -120,8 +120,8 @@ def odd_artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 # Log probabilities against float64 over the same stored weights. float types differ by float32 arithmetic alone;
-# int8 and int4 quantize the activations too, in blocks (accuracy level 4).
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5, "float16": 2e-5, "int8": 0.08, "int4": 0.3}
+# int8 and int4 round the activations too, in blocks (accuracy level 4) or, on AMX, whole rows.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-5, "float16": 2e-5, "int8": 0.2, "int4": 0.3}
 
 
 def test_every_shape_of_run_agrees_with_one_full_pass_in_float64(odd_artifact: Artifact) -> None:

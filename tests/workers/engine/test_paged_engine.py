@@ -47,7 +47,6 @@ def pool_of(engine: PagedEngine) -> tuple[int, int]:
     budget=st.sampled_from([1, 7, 50, 512]),
     burst=st.sampled_from([1, 60, 100_000]),
     prefix_reuse=st.booleans(),
-    concurrent=st.booleans(),
     reads_once=st.booleans(),
     count=st.integers(1, 50),
 )
@@ -59,16 +58,13 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     budget: int,
     burst: int,
     prefix_reuse: bool,
-    concurrent: bool,
     reads_once: bool,
     count: int,
 ) -> None:
     """Batching, chunks, shared blocks, preemption, look-ahead and padding are invisible: what all else serves."""
     rng = random.Random(seed)
     prefix_tokens = (4, 16, 32) if reads_once else ()
-    runner = FakePagedRunner(
-        blocks, block_size, max_rows, 100, concurrent=concurrent, prefix_tokens=prefix_tokens, seed=seed
-    )
+    runner = FakePagedRunner(blocks, block_size, max_rows, 100, prefix_tokens=prefix_tokens, seed=seed)
     engine = make_engine(
         runner,
         prefill_budget_tokens=budget,
@@ -103,14 +99,12 @@ def test_every_request_gets_the_answer_it_would_get_alone(
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), blocks=st.sampled_from([14, 40]), concurrent=st.booleans())
-def test_sampled_answers_depend_on_seed_and_position_alone(seed: int, blocks: int, concurrent: bool) -> None:
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from([14, 40]))
+def test_sampled_answers_depend_on_seed_and_position_alone(seed: int, blocks: int) -> None:
     """The uniform of token n is the n-th of the seed's stream, and penalties count every token once, whatever the
     batch, the look-ahead or a preemption did."""
     rng = random.Random(seed)
-    engine = make_engine(
-        FakePagedRunner(blocks, 4, 6, 100, concurrent=concurrent, seed=seed), stop_token_ids=[], prefill_budget_tokens=9
-    )
+    engine = make_engine(FakePagedRunner(blocks, 4, 6, 100, seed=seed), stop_token_ids=[], prefill_budget_tokens=9)
     engine._answer_share = 0.2
     asked = []
     for index in range(12):

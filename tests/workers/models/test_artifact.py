@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import DESCRIPTION, random_weights, save_gguf, save_huggingface
+from workers.engine import session
 from workers.models import convert as conversion
 from workers.models import demo
 from workers.models.artifact import Artifact, kv_bytes_per_token, load_artifact
@@ -35,7 +36,13 @@ def test_a_manifest_says_what_is_in_the_folder(artifact: Artifact, source: Path)
     assert artifact.model == "tiny-llama"
     assert artifact.context_length == DESCRIPTION.context_length
     assert artifact.description == DESCRIPTION
-    assert sorted(artifact.files) == ["chat_template.jinja", "model.onnx", "model.onnx.data", "tokenizer.json"]
+    assert sorted(artifact.files) == [
+        "chat_template.jinja",
+        "model.amx.onnx",
+        "model.onnx",
+        "model.onnx.data",
+        "tokenizer.json",
+    ]
     assert artifact.source.name == source.name
     assert load_artifact(artifact.path, check_digests=True) == artifact
 
@@ -198,6 +205,18 @@ def test_verify_refuses_a_graph_that_computes_something_else(
     monkeypatch.setattr(reference, "_rotate", lambda heads, cos, sin: heads)
     with pytest.raises(VerificationError, match=r"standard deviations; int8 allows 0\.\d"):
         verify(artifact.path, 2)
+
+
+def test_the_graph_for_amx_is_opened_only_where_it_is_fast(
+    artifact: Artifact, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere its integer products may saturate. Types other than int8 have one graph."""
+    monkeypatch.setattr(session, "has_amx", lambda: True)
+    assert session.fastest_graph(artifact.model_path).name == "model.amx.onnx"
+    other = convert(str(source), tmp_path / "float", dtype="float32", cache=tmp_path)
+    assert session.fastest_graph(other.model_path).name == "model.onnx"
+    monkeypatch.setattr(session, "has_amx", lambda: False)
+    assert session.fastest_graph(artifact.model_path).name == "model.onnx"
 
 
 def test_kv_memory_of_a_token() -> None:

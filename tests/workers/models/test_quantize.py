@@ -48,3 +48,12 @@ def test_integers_are_stored_as_the_operator_reads_them() -> None:
     assert quantize(row, 8, 16).blocks[0, 0, :4].tolist() == [255, 1, 129, 128]
     row[0, :3] = [-8, 7, 1]
     assert quantize(row, 4, 16).blocks[0, 0, :2].tolist() == [0 | 15 << 4, 9 | 8 << 4]
+
+
+def test_a_shared_scale_is_the_rows_largest() -> None:
+    """The same bytes serve a product of plain integers, which knows one scale for each output."""
+    weight = np.random.default_rng(2).standard_normal((3, 100)).astype(np.float32)
+    shared = quantize(weight, 8, 32, shares_row_scale=True)
+    wanted = np.abs(weight).max(axis=1, keepdims=True) / 127
+    np.testing.assert_allclose(shared.scales, np.repeat(wanted, 4, axis=1), rtol=1e-6)
+    assert np.abs(dequantize(shared, 8, 100) - weight).max() <= wanted.max() * 0.5001

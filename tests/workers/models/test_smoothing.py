@@ -10,7 +10,7 @@ from workers.models.artifact import Artifact
 from workers.models.convert import convert
 from workers.models.description import DType
 from workers.models.reference import reference_logits
-from workers.models.smoothing import LARGEST_EXPONENT, Smoother
+from workers.models.smoothing import LARGEST_EXPONENT, STEPS_PER_OCTAVE, Smoother
 from workers.models.verify import graph_logits
 from workers.models.weights import StoredWeights
 
@@ -46,20 +46,20 @@ def convert_weights(folder: Path, weights: Weights, dtype: DType) -> Artifact:
 
 
 def test_the_float_model_stays_what_it_was(tmp_path: Path) -> None:
-    """Every scale is a power of two, so each product is the same float."""
+    """To float32 rounding: what one channel is divided by, the column that reads it is multiplied by."""
     weights = loud_weights()
     smoothed = smooth(weights)
     before = convert_weights(tmp_path / "before", weights, "float32")
     after = convert_weights(tmp_path / "after", smoothed, "float32")
     wanted = reference_logits(DESCRIPTION, StoredWeights(before.model_path), PROMPT)
     found = reference_logits(DESCRIPTION, StoredWeights(after.model_path), PROMPT)
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * wanted.std())
     for name, values in smoothed.items():
         assert values.dtype == np.float32
         assert values.shape == weights[name].shape
-        ratios = np.log2(np.abs(values / weights[name]))
-        np.testing.assert_array_equal(ratios, np.rint(ratios))
-        assert np.abs(ratios).max() <= 2 * LARGEST_EXPONENT
+        steps = np.log2(np.abs(values / weights[name])) * STEPS_PER_OCTAVE
+        np.testing.assert_allclose(steps, np.rint(steps), atol=1e-4)
+        assert np.abs(steps).max() <= 2 * LARGEST_EXPONENT * STEPS_PER_OCTAVE
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -69,7 +69,9 @@ def test_loud_channels_cost_less_once_smoothed(tmp_path: Path, dtype: DType, mon
     wanted = reference_logits(DESCRIPTION, StoredWeights(exact.model_path), PROMPT)
 
     def error(artifact: Artifact) -> float:
-        return float(np.sqrt(np.square(graph_logits(artifact, PROMPT, 2) - wanted).mean()) / wanted.std())
+        return float(
+            np.sqrt(np.square(graph_logits(artifact, artifact.model_path, PROMPT, 2) - wanted).mean()) / wanted.std()
+        )
 
     smoothed = error(convert_weights(tmp_path / "smoothed", weights, dtype))
     monkeypatch.setattr("workers.models.smoothing.TEXT", "")
