@@ -33,7 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jobs.settings import EngineSettings
+from jobs.settings import load_settings
 from workers.engine.engine import Engine
 from workers.engine.opening import open_engine
 from workers.engine.request import Completion, GenerationRequest, SamplingParameters
@@ -184,10 +184,8 @@ def _generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int)
 
 
 def _open(artifact: Artifact, rows: int, context: int, threads: int, *, prefix_reuse: bool = True) -> Engine:
-    settings = EngineSettings(
-        max_batch_size=rows, context_length=context, threads=threads, prefix_reuse=prefix_reuse
-    )
-    return open_engine(artifact, settings)
+    changes = {"max_batch_size": rows, "context_length": context, "threads": threads, "prefix_reuse": prefix_reuse}
+    return open_engine(artifact, load_settings(env_file=None).engine.model_copy(update=changes))
 
 
 def _artifact(cache: Path, dtype: Any) -> Artifact:

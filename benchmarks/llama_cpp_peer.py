@@ -15,7 +15,9 @@ import llama_cpp
 import numpy as np
 
 
-def measure(model: object, rows: int, prompt_tokens: int, new_tokens: int, threads: int, unified: bool) -> dict:
+def measure(
+    model: object, rows: int, prompt_tokens: int, new_tokens: int, threads: int, unified: bool
+) -> dict[str, float]:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = rows * (prompt_tokens + new_tokens + 8)
     params.n_batch = 2048

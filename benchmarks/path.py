@@ -60,7 +60,9 @@ class PathBench:
                 raise RuntimeError(self._worker.last_words())
             time.sleep(POLL_S)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._worker.stop(15.0)
         self._app.close()
         self._database.close()

@@ -31,7 +31,8 @@ DOORS = {
 
 
 def main() -> int:
-    faults = [fault for package in FORBIDDEN for path in sorted((ROOT / package).rglob("*.py")) for fault in faults_in(path)]
+    paths = [path for package in FORBIDDEN for path in sorted((ROOT / package).rglob("*.py"))]
+    faults = [fault for path in paths for fault in faults_in(path)]
     for fault in faults:
         print(fault)
     print(f"layering: {len(faults)} faults" if faults else "layering: clean")

@@ -32,7 +32,12 @@ def story_lines(count: int, max_tokens: int = 100) -> list[object]:
             "custom_id": f"story-{n}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"model": "stories", "prompt": f"Once {names[n % 7]} number {n}", "max_tokens": max_tokens, **GREEDY},
+            "body": {
+                "model": "stories",
+                "prompt": f"Once {names[n % 7]} number {n}",
+                "max_tokens": max_tokens,
+                **GREEDY,
+            },
         }
         for n in range(count)
     ]

@@ -46,9 +46,7 @@ def open_engine(
     )
     size = fit_cache(wanted, kv_bytes_per_token(artifact.description), psutil.virtual_memory().available)
     if size != wanted:
-        log.warning(
-            "kv_cache_reduced", wanted_slots=wanted.slots, slots=size.slots, context_length=size.context_length
-        )
+        log.warning("kv_cache_reduced", wanted_slots=wanted.slots, slots=size.slots, context_length=size.context_length)
     buckets = decode_buckets(size.slots)
     runner = CpuRunner(
         session, artifact.description, slots=size.slots, context_length=size.context_length, buckets=buckets

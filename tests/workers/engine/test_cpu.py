@@ -84,7 +84,7 @@ def test_float32_reproduces_every_greedy_id_and_log_probability(
 
 
 def test_prompts_with_one_beginning_answer_as_if_it_were_computed_for_each(stories: Artifact) -> None:
-    """Copied rows of the KV cache are as good as computed ones, for prompts that arrive together or after one another."""
+    """Copied rows of the KV cache are as good as computed ones, whether prompts arrive together or one by one."""
     rng = random.Random(3)
     shared = [1] + [rng.randrange(3, 512) for _ in range(99)]
     prompts = [shared[: rng.randrange(40, 100)] + [rng.randrange(3, 512) for _ in range(5)] for _ in range(24)]
