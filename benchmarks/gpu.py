@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu --workloads W1 W2 W3 W4 one        Llama-2-7B shape
     python -m benchmarks.gpu --shape llama3-8b --workloads W1
-    python -m benchmarks.gpu --artifact FOLDER --workloads questions
+    python -m benchmarks.gpu --artifact FOLDER --workloads small
 
 Prints a table, then one JSON line. Each workload is run `--repeat` times with fresh prompts, so the prefix cache is
-cold; the best run counts, and all are in the JSON line. Random weights need torch; an artifact does not.
+cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95.
+Random weights need torch; an artifact does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -76,7 +78,7 @@ class Workload:
 
 
 def make_workload(name: str, vocab_size: int, seed: int) -> Workload:
-    rng = random.Random(seed)
+    rng = random.Random(f"{name} {seed}")  # no workload may find another's prompts in the prefix cache
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(5, vocab_size) for _ in range(count)]
@@ -261,8 +263,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--wanted-tokens", type=int, default=2048)
     parser.add_argument("--prefix-tokens", type=int, nargs="*", default=[1024])
     parser.add_argument("--prefix-min-rows", type=int, default=32)
-    parser.add_argument("--concurrent", action="store_true")
-    parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
+    parser.add_argument("--split-min-rows", type=int, default=384)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="write every step of the last runs here, as JSON")
     parser.add_argument("--label", default="")
@@ -295,9 +296,9 @@ def main(arguments: list[str]) -> None:
         block_size=given.block_size,
         row_buckets=given.row_buckets,
         table_widths=given.table_widths,
-        concurrent=given.concurrent,
         prefix_tokens=given.prefix_tokens,
         prefix_min_rows=given.prefix_min_rows,
+        split_min_rows=given.split_min_rows,
     )
     engine = PagedEngine(
         runner,
@@ -312,15 +313,17 @@ def main(arguments: list[str]) -> None:
         f"{given.label} weights {report['weights_s']} s, start {report['start_s']} s, {runner.num_blocks} blocks",
         flush=True,
     )
-    sampling = {"temperature": 0.8, "top_p": 0.95} if given.sampled else {}
     run_workload(engine, make_workload("one", model.vocab_size, 99))
+    gc.collect()
+    gc.freeze()  # as a worker does once it is warm: no collection walks what stays for ever
     results: dict[str, Any] = {}
     traces: dict[str, Any] = {}
     with watched_device() as device:
         for name in given.workloads:
             runs = []
             for turn in range(given.repeat):
-                workload = make_workload(name, model.vocab_size, turn + 1)
+                workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, turn + 1)
+                sampling = {"temperature": 0.8, "top_p": 0.95} if name.endswith("-sampled") else {}
                 runner.trace.steps.clear()
                 device()
                 run = run_workload(engine, workload, **sampling)

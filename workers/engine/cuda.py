@@ -25,7 +25,6 @@ from onnx import TensorProto
 from storage.errors import PromptmillError
 from workers.engine.blocks import SCRATCH_BLOCK, blocks_for
 from workers.engine.paged_engine import (
-    FROM_HOST,
     Int32s,
     Int64s,
     PagedDecode,
@@ -124,7 +123,6 @@ class _Lane:
 class _ControlOffsets:
     """Where the arrays of a decode step begin in its control buffer, in bytes; the block table comes last."""
 
-    host_ids: int
     sources: int
     positions: int
     past: int
@@ -134,7 +132,7 @@ class _ControlOffsets:
 
     @classmethod
     def of(cls, rows: int) -> _ControlOffsets:
-        return cls(0, rows * 8, rows * 16, rows * 24, rows * 28, rows * 32, rows * 36)
+        return cls(0, rows * 8, rows * 16, rows * 20, rows * 24, rows * 28)
 
 
 @dataclass(slots=True)
@@ -159,9 +157,9 @@ class CudaRunner:
 
     weights: device tensors of `dtype` by the names of `weight_shapes`. rotary_length: rows of their rotary tables.
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
-    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. concurrent: run prefill on a
-    stream of its own beside decode. prefix_tokens: lengths of prefixes that decode steps of at least
-    `prefix_min_rows` rows can read once for all rows; each length costs its buckets and a copy of the prefix.
+    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
+    prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
+    buckets and a copy of the prefix. split_min_rows: from here on decode steps rotate q and k outside of attention.
     """
 
     def __init__(
@@ -178,9 +176,9 @@ class CudaRunner:
         row_buckets: Sequence[int] | None = None,
         table_widths: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        concurrent: bool = False,
         prefix_tokens: Sequence[int] = (),
         prefix_min_rows: int = 32,
+        split_min_rows: int = 384,
         provider_options: Mapping[str, str] | None = None,
     ) -> None:
         self.vocab_size = model.vocab_size
@@ -190,7 +188,6 @@ class CudaRunner:
         self.max_blocks = blocks_for(context_length, self.block_size)
         self.row_buckets: Sequence[int] = tuple(row_buckets or cuda_row_buckets(max_rows))
         self.table_widths: Sequence[int] = tuple(table_widths or cuda_table_widths(self.max_blocks))
-        self.feeds_prefill_on_device = not concurrent
         self.prefix_tokens: Sequence[int] = ()
         if can_share_prefix(model, dtype):
             self.prefix_tokens = tuple(tokens for tokens in prefix_tokens if tokens % self.block_size == 0)
@@ -203,13 +200,13 @@ class CudaRunner:
         self._rotary_length = rotary_length
         self._prefill_tokens = prefill_tokens
         self._memory_bytes = memory_bytes
-        self._concurrent = concurrent
         self._provider_options = dict(provider_options or {})
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
         self._bindings: dict[tuple[int, int, int], Any] = {}  # by rows, table width, prefix tokens
         self._graph_ids: dict[tuple[int, int, int], int] = {}
         self._loaded_prefix: bytes = b""
+        self._split_min_rows = split_min_rows
         self._run_options: dict[int, Any] = {}
         self._ring_at = 0
         self._check_weights()
@@ -228,15 +225,14 @@ class CudaRunner:
         self._allocate_shared()
         report("opening the model", 0, 1)
         kinds = [Decoder.STEP, Decoder.PREFIX] if self.prefix_tokens else [Decoder.STEP]
-        self._lane = self._open_lane(kinds if self._concurrent else [*kinds, Decoder.PROMPT])
-        self._prefill_lane = self._open_lane([Decoder.PROMPT]) if self._concurrent else self._lane
+        self._lane = self._open_lane([*kinds, Decoder.PROMPT])
         if self.prefix_tokens:
             graph = build_prefix_graph(self._model, self._dtype, self.block_size)
             self._prefix_session = self._open_session(graph.SerializeToString(), self._lane.handle)
             size = max(self.prefix_tokens) * self._model.kv_size * _ITEM_BYTES
             self._prefix = self._allocate(2 * self._model.num_layers * size)
         self._size_cache()
-        self._bind_caches(self._prefill_lane.binding)
+        self._bind_caches(self._lane.binding)
         self._warm_up(report)
         return self.num_blocks
 
@@ -247,7 +243,6 @@ class CudaRunner:
         self._cuda.cudaDeviceSynchronize()
         self._bindings.clear()
         self.__dict__.pop("_lane", None)
-        self.__dict__.pop("_prefill_lane", None)
         self.__dict__.pop("_prefix_session", None)
         for pointer in self._device_memory:
             self._cuda.cudaFree(pointer)
@@ -260,7 +255,7 @@ class CudaRunner:
 
     def prefill(self, call: PagedPrefill) -> CudaTicket:
         """Compute KV rows for prompt pieces, and a token for each row whose prompt ends."""
-        lane = self._prefill_lane
+        lane = self._lane
         slot = self._take_slot(lane)
         tokens, rows, count = len(call.token_ids), len(call.lengths), len(call.finishing)
         cumulative = np.zeros(rows + 1, dtype=np.int32)
@@ -307,7 +302,7 @@ class CudaRunner:
         end = self._table_offset + call.rows * call.table_width * 4
         self._copy_in(lane, self._decode_control, slot.control_pointer, end)
         bucket = (call.rows, call.table_width, len(call.prefix_blocks) * self.block_size)
-        decoder = lane.decoders[Decoder.PREFIX if call.prefix_blocks else Decoder.STEP]
+        decoder = lane.decoders[self._decoder_of(call.rows, len(call.prefix_blocks))]
         decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
         first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
         return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
@@ -317,10 +312,6 @@ class CudaRunner:
 
     def decode_source(self, *, is_prefix: bool) -> int:
         return self.max_rows if is_prefix else 0
-
-    def is_done(self, ticket: CudaTicket) -> bool:
-        (status,) = self._cuda.cudaEventQuery(ticket.slot.event)
-        return bool(status == self._cuda.cudaError_t.cudaSuccess)
 
     def result(self, ticket: CudaTicket) -> StepResult:
         """Wait for a step. The arrays are the caller's."""
@@ -339,25 +330,22 @@ class CudaRunner:
         return StepResult(token_ids, logprob, top_ids, top_logprobs)
 
     def _write_decode(self, control: Bytes, call: PagedDecode) -> None:
-        """Lay out one decode step; rows behind the real ones are padding: past 0, scratch block, token 0."""
+        """Lay out one decode step; rows behind the real ones are padding: past 0, scratch block, any token."""
         count, rows = len(call.sources), call.rows
         at = self._control_offsets
-        host_ids = control[at.host_ids :].view(np.int64)
         sources = control[at.sources :].view(np.int64)
         positions = control[at.positions :].view(np.int64)
         past = control[at.past :].view(np.int32)
         slots = control[at.slots :].view(np.int32)
         virtual_slots = control[at.virtual_slots :].view(np.int32)
-        host_base = 4 * self.max_rows
-        host_ids[:count] = call.host_ids
-        host_ids[count:rows] = 0
-        sources[:rows] = np.arange(host_base, host_base + rows)
-        fed = call.sources != FROM_HOST
-        sources[:count][fed] = call.sources[fed]
+        sources[:count] = call.sources
+        sources[count:rows] = 0
         end = self._table_offset + rows * call.table_width * 4
         table = control[self._table_offset : end].view(np.int32).reshape(rows, call.table_width)
         table[:count] = call.block_table
         table[count:] = SCRATCH_BLOCK
+        positions[:count] = call.past_lengths
+        positions[count:rows] = 0
         row_of = np.arange(count)
         if not call.prefix_blocks:
             past[:count] = call.past_lengths
@@ -365,8 +353,6 @@ class CudaRunner:
         else:
             # Behind the row's own tokens and this one comes the virtual token: see `build_decoder_graph`.
             own = call.past_lengths - len(call.prefix_blocks) * self.block_size
-            positions[:count] = call.past_lengths
-            positions[count:rows] = 0
             past[:count] = own + 1
             slots[:count] = self._slots(call.block_table, row_of, own)
             virtual_slots[:count] = self._slots(call.block_table, row_of, own + 1)
@@ -454,22 +440,23 @@ class CudaRunner:
             assert given is not None and given.shape == shape, f"weight {name}: wanted {shape}, given {given}"
 
     def _allocate_shared(self) -> None:
-        """The token pool with the decode control behind it, and arrays that never change.
+        """The token pool, the control memory of decode steps, and arrays that never change.
 
         Pool, int64: [0, max_rows) the last decode step's tokens; [max_rows, 2 max_rows) those of the last decode step
-        over a shared prefix; [2 max_rows, 4 max_rows) a ring of prefills' tokens; [4 max_rows, 5 max_rows) tokens from
-        the host, where the control buffer begins.
+        over a shared prefix; [2 max_rows, 4 max_rows) a ring of prefills' tokens.
         """
         rows = self.max_rows
         self._control_offsets = _ControlOffsets.of(rows)
         self._table_offset = _align(self._control_offsets.end)
         self._decode_control_bytes = self._table_offset + rows * max(self.table_widths) * 4
-        self._pool = self._allocate(4 * rows * 8 + self._decode_control_bytes)
-        self._decode_control = self._pool + 4 * rows * 8
+        self._pool = self._upload(np.zeros(4 * rows, dtype=np.int64))
+        self._decode_control = self._allocate(self._decode_control_bytes)
         count = max(self._prefill_tokens, rows) + 1
         self._iota = self._upload(np.arange(count, dtype=np.int64))
         self._iota32 = self._upload(np.arange(count, dtype=np.int32))
         self._zeros32 = self._upload(np.zeros(rows, dtype=np.int32))
+        ends = np.array([[0, bucket] for bucket in self.row_buckets], dtype=np.int32)
+        self._one_row = {bucket: self._upload(end) for bucket, end in zip(self.row_buckets, ends, strict=True)}
         top = min(MAX_LOGPROBS, self.vocab_size)
         self._extras_bytes = rows * top * (8 + 4) + rows * 4
 
@@ -498,10 +485,8 @@ class CudaRunner:
                 build_sampler_graph(self._dtype, self.vocab_size, with_extras=True).SerializeToString(), handle
             ),
         )
-        binding = None
-        if Decoder.PROMPT in decoders:
-            binding = decoders[Decoder.PROMPT].io_binding()
-            self._bind_weights(binding, Decoder.PROMPT)
+        binding = decoders[Decoder.PROMPT].io_binding()
+        self._bind_weights(binding, Decoder.PROMPT)
         return _Lane(
             stream=stream,
             handle=handle,
@@ -544,7 +529,7 @@ class CudaRunner:
         per_block = 2 * model.num_layers * block_bytes
         self._cache = self._allocate(per_block)
         self.num_blocks = 1
-        self._bind_caches(self._prefill_lane.binding)
+        self._bind_caches(self._lane.binding)
         # Every position falls into the one block there is: what is computed has no meaning, what it takes has.
         tokens = self._prefill_tokens
         longest = min(tokens, self.context_length)
@@ -595,12 +580,10 @@ class CudaRunner:
             rows, width, prefix = bucket
             self._graph_ids[bucket] = done + 1
             self._bindings[bucket] = self._bind_decode(rows, width, prefix)
-            nothing = np.zeros(1, dtype=np.int64)
             call = PagedDecode(
                 rows=rows,
                 table_width=width,
-                sources=nothing + FROM_HOST,
-                host_ids=nothing,
+                sources=np.zeros(1, dtype=np.int64),
                 past_lengths=np.full(1, prefix, dtype=np.int32),
                 block_table=np.full((1, width), SCRATCH_BLOCK, dtype=np.int32),
                 sampling=None,
@@ -611,12 +594,12 @@ class CudaRunner:
         report("warming up", len(buckets), len(buckets))
 
     def _bind_decode(self, rows: int, width: int, prefix: int) -> Any:
-        kind = Decoder.PREFIX if prefix else Decoder.STEP
+        kind = self._decoder_of(rows, prefix)
         lane, binding = self._lane, self._lane.decoders[kind].io_binding()
         self._bind_weights(binding, kind)
         self._bind_caches(binding)
         control, at = self._decode_control, self._control_offsets
-        self._bind(binding, "token_pool", TensorProto.INT64, (5 * self.max_rows,), self._pool)
+        self._bind(binding, "token_pool", TensorProto.INT64, (4 * self.max_rows,), self._pool)
         self._bind(binding, "token_sources", TensorProto.INT64, (rows,), control + at.sources)
         self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), self._iota32)
         self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), control + at.past)
@@ -624,18 +607,26 @@ class CudaRunner:
         self._bind(binding, "block_table", TensorProto.INT32, (rows, width), control + self._table_offset)
         self._bind(binding, "logits_indices", TensorProto.INT64, (rows,), self._iota)
         self._bind_metadata(binding, 1, width * self.block_size, 1)
-        if prefix:
+        if kind is not Decoder.STEP:
             self._bind(binding, "positions", TensorProto.INT64, (rows, 1), control + at.positions)
+        if prefix:
             self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
-            self._bind(binding, "no_lengths", TensorProto.INT32, (rows,), self._zeros32)
-            self._bind(binding, "no_table", TensorProto.INT32, (rows, 1), self._zeros32)
-            self._bind_metadata(binding, 1, self.block_size, 1, "no_metadata")
+            self._bind(binding, "one_row", TensorProto.INT32, (2,), self._one_row[rows])
+            self._bind(binding, "no_past", TensorProto.INT32, (1,), self._zeros32)
+            blocks = blocks_for(rows, self.block_size)
+            self._bind(binding, "no_table", TensorProto.INT32, (1, blocks), self._zeros32)
+            self._bind_metadata(binding, rows, rows, rows, "one_row_metadata")
             self._bind_prefix(binding, prefix, self._bind)
         next_ids = self._pool + (self.max_rows * 8 if prefix else 0)
         self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), next_ids)
         self._bind_output(binding, "logits", self._kind, (rows, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
         return binding
+
+    def _decoder_of(self, rows: int, prefix: int) -> Decoder:
+        if prefix:
+            return Decoder.PREFIX
+        return Decoder.PROMPT if rows >= self._split_min_rows else Decoder.STEP
 
     def _bind_weights(self, binding: Any, kind: Decoder) -> None:
         for name, shape in decoder_weights(self._model, self._rotary_length, kind).items():
@@ -795,11 +786,15 @@ def cuda_row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:
-    """Table widths of decode graphs: powers of two, and the longest context."""
-    widths = [1]
+    """Table widths of decode graphs: powers of two, and the longest context.
+
+    None is one block wide: for so short a bound cuDNN picks a kernel made for prompts (measured on an H200: 20.9 ms
+    instead of 9 in the attention of a step of 512 rows).
+    """
+    widths = [2]
     while widths[-1] < max_blocks:
         widths.append(widths[-1] * 2)
-    return (*(width for width in widths if width < max_blocks), max_blocks)
+    return (*(width for width in widths if width < max_blocks), max(2, max_blocks))
 
 
 def _align(offset: int) -> int:

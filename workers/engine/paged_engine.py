@@ -45,10 +45,8 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
-# Steps launched and not yet read, in each lane: one that runs and one that waits behind it.
+# Steps launched and not yet read: one that runs and one that waits behind it.
 STEPS_IN_FLIGHT = 2
-# A source that is not on the device: the token comes from the host with the step.
-FROM_HOST = -1
 # How far behind the head of the line a request may be admitted while those before it wait for a prefix.
 _LOOKAHEAD_PER_ROW = 4
 # Futures and deadlines are looked at this often, or more rarely if that takes more than a twentieth of the time.
@@ -110,15 +108,13 @@ class PagedDecode:
     prefix_blocks: blocks that all rows begin with and that are to be read once for all; the tables leave them out, and
     hold room for one position more. prefix_digest names their content.
 
-    sources: int64 [n], where each row's token lies on the device (an earlier step's `first_source` plus its place
-    there), or FROM_HOST: then it is in host_ids int64 [n]. past_lengths: int32 [n]. block_table: int32
-    [n, table_width].
+    sources: int64 [n], where each row's token lies on the device: an earlier step's `first_source` plus its place
+    there. past_lengths: int32 [n]. block_table: int32 [n, table_width].
     """
 
     rows: int
     table_width: int
     sources: Int64s
-    host_ids: Int64s
     past_lengths: Int32s
     block_table: Int32s
     sampling: SamplingArrays | None
@@ -139,8 +135,7 @@ class StepResult:
 class PagedRunner(Protocol):
     """What the device does for the engine; see `CudaRunner`. Every method is called by the engine's thread alone.
 
-    feeds_prefill_on_device: a decode step may take the tokens of a prefill that has not been read, because both run
-    one after the other. False: the two kinds run side by side, and prefill's tokens come through the host.
+    Steps run one after the other, and a decode step may be fed by steps that have not been read.
     prefix_tokens: lengths of prefixes that a decode step of prefix_min_rows rows or more can read once for all rows.
     """
 
@@ -150,7 +145,6 @@ class PagedRunner(Protocol):
     max_rows: int
     row_buckets: Sequence[int]
     table_widths: Sequence[int]
-    feeds_prefill_on_device: bool
     prefix_tokens: Sequence[int]
     prefix_min_rows: int
 
@@ -167,8 +161,6 @@ class PagedRunner(Protocol):
     def decode_source(self, *, is_prefix: bool) -> int:
         """The first source of a decode step, over a shared prefix or not."""
         ...
-
-    def is_done(self, ticket: Any) -> bool: ...
 
     def result(self, ticket: Any) -> StepResult: ...
 
@@ -281,7 +273,6 @@ class _Places:
         self.block_counts = np.zeros(count, dtype=np.int64)
         self.expected_blocks = np.zeros(count, dtype=np.int64)
         self.sources = np.zeros(count, dtype=np.int64)
-        self.host_ids = np.zeros(count, dtype=np.int64)
         self.tokens = np.zeros((count, context_length + 1), dtype=np.int32)
         self.steps = np.zeros(count, dtype=np.int64)
         self.shared_rows = np.zeros(count, dtype=np.int64)
@@ -397,10 +388,7 @@ class PagedEngine:
         self._waiting: deque[_Row] = deque()  # this and all below: owned by the engine's thread
         self._prefilling: list[_Row] = []
         self._computing: dict[Digest, int] = {}  # contents that an admitted row is about to compute
-        self._lanes: tuple[deque[_Step], deque[_Step]]  # prefill's and decode's; one and the same if they run in turn
-        self._lanes = (deque(), deque())
-        if runner.feeds_prefill_on_device:
-            self._lanes = (self._lanes[0], self._lanes[0])
+        self._flight: deque[_Step] = deque()  # launched and not read, oldest first
         self._burst_left_tokens = prefill_burst_tokens
         self._undecoded = 0  # tokens of prefills that wait on the device for the next decode step
         self._sequence = 0
@@ -479,8 +467,7 @@ class PagedEngine:
             self._closing = True
             self._waiting.extend(self._inbox)
             self._inbox.clear()
-        for lane in self._lanes:
-            lane.clear()
+        self._flight.clear()
         self._places.in_flight[:] = 0
         for row in [*self._admitted(), *self._waiting]:
             self._fail(row, error)
@@ -510,37 +497,30 @@ class PagedEngine:
             self._last_step_at = time.monotonic()
 
     def _turn(self) -> None:
-        """Launch what can be launched, then read one step: the oldest that is done, else the one that is due first."""
+        """Launch the next step, and read the oldest once enough are in flight or nothing can be launched."""
         self._drop_given_up()
         self._admit()
-        launched = self._launch()
-        prefills, decodes = self._lanes
-        if launched and len(prefills) < STEPS_IN_FLIGHT and len(decodes) < STEPS_IN_FLIGHT:
+        if self._launch() and len(self._flight) < STEPS_IN_FLIGHT:
             return
-        lane = prefills if prefills and (not decodes or self._runner.is_done(prefills[0].ticket)) else decodes
-        if lane:
-            self._read(lane.popleft())
+        if self._flight:
+            self._read(self._flight.popleft())
 
     def _launch(self) -> bool:
-        prefills, decodes = self._lanes
+        if len(self._flight) >= STEPS_IN_FLIGHT:
+            return False
         places = self._places.decoding()
         if not places.size:
             self._undecoded = 0
-        can_prefill = bool(self._prefilling) and len(prefills) < STEPS_IN_FLIGHT
-        can_decode = places.size > 0 and len(decodes) < STEPS_IN_FLIGHT
-        if prefills is not decodes:
-            if can_decode:
-                self._decode(places)
-            if can_prefill and self._prefilling:  # the decode step may have preempted them
-                self._prefill()
-            return can_prefill or can_decode
-        if can_prefill and places.size and self._undecoded >= self.max_batch_size:
-            can_prefill = False
-        if prefers_prefill(can_prefill=can_prefill, can_decode=can_decode, burst_left_tokens=self._burst_left_tokens):
+        can_prefill = bool(self._prefilling) and self._undecoded < self.max_batch_size
+        if prefers_prefill(
+            can_prefill=can_prefill, can_decode=places.size > 0, burst_left_tokens=self._burst_left_tokens
+        ):
             self._prefill()
-        elif can_decode:
+        elif places.size:
             self._decode(places)
-        return can_prefill or can_decode
+        else:
+            return False
+        return True
 
     def _drop_given_up(self) -> None:
         """End the rows whose future was cancelled or whose deadline has passed, admitted or not."""
@@ -647,8 +627,7 @@ class PagedEngine:
 
     def _prefill(self) -> None:
         places = self._places
-        room = self.max_batch_size - self._undecoded if self._runner.feeds_prefill_on_device else self.max_batch_size
-        rows = self._prefilling[: max(1, room)]
+        rows = self._prefilling[: self.max_batch_size - self._undecoded]
         pieces = plan_pieces([len(row.context) - row.computed for row in rows], self._prefill_budget_tokens)
         rows = rows[: len(pieces)]
         ends = [row.computed + piece for row, piece in zip(rows, pieces, strict=True)]
@@ -678,15 +657,12 @@ class PagedEngine:
         places.lengths[at] = ends
         places.in_flight[at] += 1
         places.launched[done] += 1
-        if self._runner.feeds_prefill_on_device:
-            places.sources[done] = self._runner.first_source(ticket) + np.arange(done.size)
-            places.is_ready[done] = True
-            self._undecoded += done.size
-        else:
-            places.sources[done] = FROM_HOST
+        places.sources[done] = self._runner.first_source(ticket) + np.arange(done.size)
+        places.is_ready[done] = True
+        self._undecoded += done.size
         self._prefilling = [row for row in self._prefilling if row.computed < len(row.context)]
         self._burst_left_tokens -= sum(pieces)
-        self._lanes[0].append(_Step(ticket, done, at, is_prefill=True))
+        self._flight.append(_Step(ticket, done, at, is_prefill=True))
         self._steps += 1
 
     def _register(self, row: _Row) -> None:
@@ -754,7 +730,6 @@ class PagedEngine:
             rows=bucket_for(at.size, runner.row_buckets),
             table_width=width,
             sources=places.sources[at],
-            host_ids=places.host_ids[at],
             past_lengths=places.lengths[at],
             block_table=_columns(places.tables, at, prefix, width),
             sampling=self._sampling(at, is_prefill=False),
@@ -772,7 +747,7 @@ class PagedEngine:
         places.steps[at] += 1
         places.shared_rows[at] += at.size
         places.sources[at] = runner.first_source(ticket) + np.arange(at.size)
-        self._lanes[1].append(_Step(ticket, at, at, is_prefill=False))
+        self._flight.append(_Step(ticket, at, at, is_prefill=False))
         self._steps += 1
 
     def _grow_tables(self, wanted: Int64s, sharing: npt.NDArray[np.bool_]) -> bool:
@@ -834,9 +809,8 @@ class PagedEngine:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        for lane in self._lanes:
-            while lane:
-                self._read(lane.popleft())
+        while self._flight:
+            self._read(self._flight.popleft())
 
     def _read(self, step: _Step) -> None:
         """Wait for a step and hand its tokens to their rows."""
@@ -852,10 +826,6 @@ class PagedEngine:
                 row.first_token_at = row.first_token_at or now
         if at.size:
             self._take_tokens(at, result, now)
-            if step.is_prefill and not self._runner.feeds_prefill_on_device:
-                live = at[places.is_live[at]]
-                places.host_ids[live] = places.tokens[live, places.produced[live] - 1]
-                places.is_ready[live] = True
         for place in retired:
             if not places.in_flight[place]:
                 self._release(places.row(int(place)))

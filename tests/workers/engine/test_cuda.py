@@ -6,12 +6,14 @@ for real, on the CPU.
 """
 
 import ctypes
+import dataclasses
 import enum
 import itertools
 import json
 import os
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +27,9 @@ from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_toke
 from workers.engine import cuda
 from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths, upload_weights
 from workers.engine.paged_engine import PagedEngine
-from workers.engine.request import GenerationRequest, SamplingParameters
+from workers.engine.request import Completion, GenerationRequest, SamplingParameters
 from workers.engine.sampling import RowSampler
+from workers.models.checkpoint import open_checkpoint
 from workers.models.cuda_graph import (
     block_size_for,
     build_decoder_graph,
@@ -36,6 +39,7 @@ from workers.models.cuda_graph import (
 )
 from workers.models.description import ModelDescription
 from workers.models.errors import UnsupportedModel
+from workers.models.weights import DATA_FILE, write_weights
 
 STORIES = Path(os.environ.get("STORIES260K", Path(__file__).parents[4] / "shared" / "data" / "stories260K"))
 
@@ -453,39 +457,99 @@ def test_the_sampler_draws_what_the_cpu_flavour_draws(with_extras: bool) -> None
 # --- a real device -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-def test_stories_are_told_on_the_device_as_in_float32(tmp_path: Path) -> None:
-    """Greedy ids of a trained checkpoint in float16, twelve prompts at once, against the float32 reference."""
+@pytest.fixture
+def stories(tmp_path: Path) -> Iterator[tuple[ModelDescription, dict[str, np.ndarray], list[dict[str, Any]]]]:
+    """A trained checkpoint in float16, and the float32 reference's greedy answers."""
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not _has_device():
         pytest.skip("no NVIDIA GPU, or ONNX Runtime cannot use it")
     if not STORIES.is_dir():
         pytest.skip(f"no checkpoint at {STORIES}")
-    from workers.models.checkpoint import open_checkpoint
-    from workers.models.weights import DATA_FILE, write_weights
-
     checkpoint = open_checkpoint(STORIES)
-    description = checkpoint.description
     entries = write_weights(checkpoint, "float16", 512, tmp_path / DATA_FILE, lambda done, total: None)
-    weights = upload_weights(description, 512, stored_weights(entries, tmp_path, "float16"))
+    weights = {name: np.array(values) for name, values in stored_weights(entries, tmp_path, "float16")}
+    yield checkpoint.description, weights, [json.loads(line) for line in (STORIES / "greedy.jsonl").open()]
+
+
+def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens up to the first difference."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _ask_all(engine: PagedEngine, prompts: list[list[int]], **sampling: Any) -> list[Completion]:
+    futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(**sampling))) for prompt in prompts]
+    return [future.result(60) for future in futures]
+
+
+@pytest.mark.gpu
+def test_stories_are_told_on_the_device_as_in_float32(stories: Any) -> None:
+    """Twelve prompts at once against the reference: log probabilities within 2e-2, and most answers to the last token.
+
+    float16 rounds near ties the other way now and then (982 to 1076 of 1152 tokens agreed before a first difference).
+    """
+    description, weights, asked = stories
+    uploaded = upload_weights(description, 512, weights.items())
     runner = CudaRunner(
-        description, weights.tensors, dtype="float16", rotary_length=512, max_rows=16, context_length=512
+        description, uploaded.tensors, dtype="float16", rotary_length=512, max_rows=16, context_length=512
     )
     engine = PagedEngine(runner, stop_token_ids=[1, 2])
-    asked = [json.loads(line) for line in (STORIES / "greedy.jsonl").read_text().splitlines()]
-    futures = [
-        engine.submit(
-            GenerationRequest(case["prompt_token_ids"], SamplingParameters(max(1, len(case["completion_token_ids"]))))
-        )
-        for case in asked
-    ]
     agreeing = total = 0
-    for case, future in zip(asked, futures, strict=True):
-        answer = future.result(60).completion_token_ids
-        agreeing += sum(a == b for a, b in zip(answer, case["completion_token_ids"], strict=False))
-        total += len(case["completion_token_ids"])
+    for case in asked:
+        wanted = case["completion_token_ids"]
+        (answer,) = _ask_all(engine, [case["prompt_token_ids"]], max_tokens=max(1, len(wanted)), logprobs=1)
+        same = _agreement(answer.completion_token_ids, wanted)
+        assert answer.logprobs is not None
+        for entry, logprob in list(zip(answer.logprobs, case["logprobs"], strict=False))[:same]:
+            assert entry.logprob == pytest.approx(logprob, abs=2e-2)
+        agreeing += same
+        total += len(wanted)
     engine.close()
-    weights.close()
-    assert agreeing >= 0.98 * total
+    uploaded.close()
+    assert agreeing >= 0.8 * total
+
+
+@pytest.mark.gpu
+def test_a_prefix_read_once_changes_no_more_than_rounding(stories: Any) -> None:
+    """Rows over a shared prefix of 256 tokens, merged through the virtual token, against plain attention.
+
+    The checkpoint's KV heads are doubled, which changes nothing but what the prefix decoder needs.
+    """
+    description, weights, asked = stories
+    groups = description.num_heads // description.num_kv_heads
+    doubled = dataclasses.replace(description, num_kv_heads=description.num_heads)
+    for layer in range(description.num_layers):
+        name = f"layers.{layer}.attention.qkv.weight"
+        query, *others = np.split(weights[name], [description.query_size, description.query_size + description.kv_size])
+        heads = [part.reshape(description.num_kv_heads, description.cache_head_dim, -1) for part in others]
+        repeated = [np.repeat(part, groups, axis=0).reshape(description.query_size, -1) for part in heads]
+        weights[name] = np.concatenate([query, *repeated])
+    uploaded = upload_weights(doubled, 512, weights.items())
+    runner = CudaRunner(
+        doubled,
+        uploaded.tensors,
+        dtype="float16",
+        rotary_length=512,
+        max_rows=64,
+        context_length=512,
+        prefix_tokens=(256,),
+        prefix_min_rows=8,
+    )
+    engine = PagedEngine(runner, stop_token_ids=[])
+    tale = [token for case in asked for token in case["prompt_token_ids"] + case["completion_token_ids"]]
+    prompts = [tale[:256] + tale[300 + 7 * n : 320 + 8 * n] for n in range(40)]
+    answers = {}
+    for least_rows in (1000, 8):
+        runner.prefix_min_rows = least_rows
+        answers[least_rows] = _ask_all(engine, prompts, max_tokens=40, logprobs=0)
+    engine.close()
+    uploaded.close()
+    agreeing = 0
+    for plain, merged in zip(answers[1000], answers[8], strict=True):
+        same = _agreement(plain.completion_token_ids, merged.completion_token_ids)
+        assert plain.logprobs is not None and merged.logprobs is not None
+        for one, other in list(zip(plain.logprobs, merged.logprobs, strict=True))[:same]:
+            assert one.logprob == pytest.approx(other.logprob, abs=5e-2)
+        agreeing += same
+    assert agreeing >= 0.9 * 40 * 40
 
 
 def _has_device() -> bool:
