@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	  { echo "error: $$($(PYTHON) --version) is too old; Python 3.11 or newer is needed (make setup PYTHON=/path/to/python)"; exit 1; }
 ifdef UV
 	@test -x $(BIN)/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python -e '.[$(EXTRAS)]'
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python -e '.[$(EXTRAS)]'
 else
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "error: no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv"; exit 1; }

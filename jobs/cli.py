@@ -1,11 +1,13 @@
-"""The command line: `promptmill`.
+"""The command line: `promptmill`. What each command takes, and how its failures and its end look.
 
 Everything a person reads goes to standard error; standard output carries results alone. Commands that need the model
-code (`convert`, `verify`, `worker`) are passed to `python -m workers`: this package knows no accelerator.
+code (`convert`, `verify`, `worker`) are passed to `python -m workers`: this package knows no accelerator. What a
+command does is in `jobs/commands.py`, imported when it runs: `promptmill --help` must not take seconds.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,44 +16,50 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import click
-from rich.console import Console
 
-from jobs.artifacts import find_artifact
-from jobs.doctor import Finding, examine
-from jobs.inputs import InputFormat, InputOptions
-from jobs.logs import set_up_logs
-from jobs.protocol import Endpoint, GenerationBody, dump_json, parse_as
-from jobs.report import progress_display, summary_table
-from jobs.results import STDOUT
-from jobs.run import RunOutcome, run_job
-from jobs.settings import Settings, load_settings
-from jobs.source import STDIN, open_source
-from jobs.template import read_context, read_template
 from storage.errors import PromptmillError
 
-EXIT_ALL_ANSWERED = 0
-EXIT_SOME_FAILED = 1
 EXIT_NOTHING_RAN = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
 
-OUTPUT_SUFFIX = ".results.jsonl"
+# As the enums say; a test holds them together. Importing those would take as long as all the rest.
+FORMATS = ("jsonl", "text", "csv", "tsv", "parquet")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+STATUSES = (
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Command = Callable[..., Any]
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Let the command's known failures leave as one line and exit code 2."""
+    """Let the command's known failures leave as one line and exit code 2; an int it returns is its exit code."""
 
     @wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            ended = command(*args, **kwargs)
         except PromptmillError as error:
             fail(error.message)
+        except BrokenPipeError:
+            # Whoever read our output has had enough (`| head`). Nothing more can be said there, at exit neither.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
         except KeyboardInterrupt:
             click.echo("stopped; the same command again goes on", err=True)
             raise SystemExit(EXIT_INTERRUPTED) from None
+        if isinstance(ended, int):
+            raise SystemExit(ended)
+        return ended
 
     return guarded
 
@@ -61,120 +69,325 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(EXIT_NOTHING_RAN)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Sections(click.Group):
+    """Commands in the order in which a person needs them, in sections."""
+
+    sections = (
+        ("Models", ("convert", "verify")),
+        ("Jobs", ("run", "submit", "list", "show", "watch", "results", "export", "audit")),
+        ("Steering", ("cancel", "pause", "resume", "retry", "set", "purge")),
+        ("Services", ("up", "worker", "tick", "migrate", "doctor")),
+    )
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for _, names in self.sections for name in names]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in self.sections:
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name, command.get_short_help_str(90))
+                        for name in names
+                        if (command := self.get_command(ctx, name))
+                    ]
+                )
+
+
+@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="promptmill")
 def cli() -> None:
-    """Run very many prompts through a Llama-family model on this machine, and keep a record of each one."""
+    """Run very many prompts through a Llama-family model on machines you own, and keep a record of each one."""
+
+
+# --- options that several commands have --------------------------------------------------------------------------
+
+
+def _options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+_input_options = _options(
+    click.argument("input_path", metavar="INPUT"),
+    click.option("--model", "-m", metavar="ARTIFACT", help="Artifact folder, or its name in the home's artifacts."),
+    click.option("--format", "format_", type=click.Choice(FORMATS), help="[by extension]"),
+    click.option("--endpoint", type=click.Choice(ENDPOINTS), help="What plain lines ask for."),
+    click.option("--template", type=click.Path(path_type=Path), help="Jinja template over a table's columns."),
+    click.option("--context", type=click.Path(path_type=Path), multiple=True, help="Text placed first in each prompt."),
+    click.option("--system", default="", help="System message for each prompt."),
+    click.option("--id-column", help="Column that names each row. [custom_id, else id, else the row's number]"),
+    click.option("--max-tokens", type=int, help="New tokens at most, where a line does not say."),
+    click.option("--temperature", type=float, help="0 is greedy; where a line does not say. [1]"),
+    click.option("--top-p", type=float),
+    click.option("--top-k", type=int),
+    click.option("--seed", type=int),
+    click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times."),
+)
+_batch_argument = click.argument("batch", metavar="BATCH")
+_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for scripts.")
+_quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress, no table.")
+_DEADLINE = "When the rest expires: 90s, 30m, 12h, 7d from now, an ISO time, or `none`."
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------
 
 
 @cli.command()
-@click.argument("input_path", metavar="INPUT")
-@click.option("--model", "-m", metavar="ARTIFACT", help="Artifact folder, or its name in the home's artifacts folder.")
+@_input_options
 @click.option("--output", "-o", metavar="FILE", help="Where results go; - is standard output. [INPUT.results.jsonl]")
-@click.option("--format", "format_", type=click.Choice([each.value for each in InputFormat]), help="[by extension]")
-@click.option("--endpoint", type=click.Choice([each.value for each in Endpoint]), help="What plain lines ask for.")
-@click.option("--template", type=click.Path(path_type=Path), help="Jinja template over a table's columns.")
-@click.option("--context", type=click.Path(path_type=Path), multiple=True, help="Text placed first in each prompt.")
-@click.option("--system", default="", help="System message for each prompt.")
-@click.option("--id-column", help="Column that names each row. [custom_id, else id, else the row's number]")
-@click.option("--max-tokens", type=int, help="New tokens at most, where a line does not say.")
-@click.option("--temperature", type=float, help="0 is greedy; where a line does not say. [1]")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--seed", type=int)
-@click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress, no table.")
+@_quiet_option
 @reports_errors
-def run(input_path: str, **given: Any) -> None:
-    """Answer every prompt in INPUT (JSONL, text, CSV, TSV, Parquet; .gz is read; - is standard input).
+def run(input_path: str, **given: Any) -> int:
+    """Answer every prompt in INPUT, and write the answers.
 
-    The same command again goes on where it stopped, and computes no finished line a second time.
+    INPUT is JSONL, text, CSV, TSV or Parquet; .gz is read; - is standard input. The same command again goes on where it
+    stopped, and computes no finished line a second time. Where `promptmill up` serves the model, its workers do the
+    work.
 
     Exit code: 0 all answered, 1 some lines failed, 2 nothing could run, 130 interrupted.
     """
-    settings = load_settings()
-    set_up_logs("run", level=settings.log.level, file=settings.logs_dir / "run.log", console=False)
-    console = Console(stderr=True, quiet=given["quiet"])
-    artifact = find_artifact(given["model"], settings.artifacts_dir)
-    output = given["output"] or _default_output(input_path)
-    options = InputOptions(
-        model=artifact.model,
-        format=InputFormat(given["format_"]) if given["format_"] else None,
-        endpoint=Endpoint(given["endpoint"]) if given["endpoint"] else None,
-        template=read_template(given["template"]) if given["template"] else None,
-        context=read_context(given["context"]),
-        system=given["system"],
-        id_column=given["id_column"],
-        defaults=_defaults(given),
-    )
-    with open_source(input_path, settings.files_dir) as source, progress_display(console) as observer:
-        outcome = run_job(
-            settings,
-            source,
-            artifact,
-            options,
-            output,
-            input_path=None if input_path == STDIN else Path(input_path),
-            observer=observer,
-        )
-    _say_how_it_went(console, outcome)
+    from jobs import commands
+
+    return commands.run(input_path, given)
 
 
-def _defaults(given: dict[str, Any]) -> GenerationBody:
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-    values = {name: given[name] for name in names if given[name] is not None}
-    if given["stop"]:
-        values["stop"] = list(given["stop"])
-    return parse_as(GenerationBody, dump_json(values))
+@cli.command()
+@_input_options
+@click.option("--name", help="The job's name: the same line of an earlier batch of that name is not computed again.")
+@click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
+@click.option("--deadline", help=_DEADLINE)
+@click.option("--tenant", default="default", show_default=True, help="Whose work it is; tenants share fairly.")
+@click.option("--idempotency-key", help="The same key gives the same batch; with another input it is refused.")
+@click.option("--again", is_flag=True, help="A new batch, even if the same was submitted before.")
+@click.option("--compute-all", is_flag=True, help="Also lines that an identical line, or an earlier batch, answers.")
+@click.option("--metadata", metavar="JSON", help="An object of yours, kept with the batch.")
+@click.option("--watch", "then_watch", is_flag=True, help="Stay and show its progress.")
+@_quiet_option
+@reports_errors
+def submit(input_path: str, **given: Any) -> int:
+    """Hand INPUT over to the workers, and print the batch's id.
+
+    The same file and options again give the same batch.
+    """
+    from jobs import commands
+
+    return commands.submit(input_path, given)
 
 
-def _default_output(input_path: str) -> str:
-    if input_path == STDIN:
-        return STDOUT
-    name = Path(input_path).name.removesuffix(".gz")
-    return str(Path(input_path).with_name(Path(name).stem + OUTPUT_SUFFIX))
+@cli.command("list")
+@click.option("--status", type=click.Choice(STATUSES), help="Only those.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The newest so many.")
+@_json_option
+@reports_errors
+def list_(status: str | None, limit: int, as_json: bool) -> int:
+    """Batches, the newest first."""
+    from jobs import commands
+
+    return commands.list_batches(status, limit, as_json)
 
 
-def _say_how_it_went(console: Console, outcome: RunOutcome) -> NoReturn:
-    console.print(summary_table(outcome.summary))
-    if outcome.written.output is not None:
-        console.print(f"answers: {outcome.written.output}", highlight=False, soft_wrap=True)
-    if outcome.written.errors is not None:
-        console.print(f"errors:  {outcome.written.errors}", highlight=False, soft_wrap=True)
-    if outcome.is_interrupted:
-        console.print("stopped; run the same command again to go on", highlight=False)
-        raise SystemExit(EXIT_INTERRUPTED)
-    if outcome.was_there:
-        console.print("the same input was run before with these settings: nothing was computed again", soft_wrap=True)
-    raise SystemExit(EXIT_SOME_FAILED if outcome.summary.batch.failed_requests else EXIT_ALL_ANSWERED)
+@cli.command()
+@_batch_argument
+@click.option("--full", is_flag=True, help="Also what takes reading the whole batch: failures by kind, latencies.")
+@_json_option
+@reports_errors
+def show(batch: str, full: bool, as_json: bool) -> int:
+    """How BATCH stands.
+
+    BATCH is an id, the beginning of one, or `last`.
+    """
+    from jobs import commands
+
+    return commands.show(batch, full, as_json)
+
+
+@cli.command()
+@_batch_argument
+@reports_errors
+def watch(batch: str) -> int:
+    """Show BATCH's progress until it has ended. Ctrl-C leaves it running.
+
+    Exit code: 0 all answered, 1 some lines failed or did not run, 130 interrupted.
+    """
+    from jobs import commands
+
+    return commands.watch(batch)
+
+
+@cli.command()
+@_batch_argument
+@click.option("--output", "-o", metavar="FILE", default="-", show_default=True, help="Where results go.")
+@click.option("--follow", "-f", is_flag=True, help="Lines as they land, until the batch has ended.")
+@click.option("--after", "cursor", type=int, default=0, metavar="CURSOR", help="Of --follow: from where it was left.")
+@reports_errors
+def results(batch: str, output: str, follow: bool, cursor: int) -> int:
+    """Write BATCH's result lines, in input order or as they land."""
+    from jobs import commands
+
+    return commands.results(batch, output, follow, cursor)
+
+
+@cli.command()
+@_batch_argument
+@click.option("--output", "-o", metavar="FILE", required=True, help="What to write; - is standard output.")
+@click.option("--format", "format_", type=click.Choice(("jsonl", "csv", "parquet")), help="[by extension, else jsonl]")
+@click.option("--input", "input_path", metavar="FILE", help="The batch's input: its columns stand beside the answers.")
+@click.option("--input-format", type=click.Choice(FORMATS), help="[by extension]")
+@click.option("--id-column", help="As it was given when the batch was submitted.")
+@reports_errors
+def export(batch: str, **given: Any) -> int:
+    """Write BATCH as a table: JSONL, CSV or Parquet, beside the input's columns.
+
+    One row for each line: answer, tokens, times, worker, and how it ended.
+    """
+    from jobs import commands
+
+    return commands.export(batch, given)
+
+
+@cli.command()
+@click.argument("request", metavar="REQUEST")
+@click.option("--replay", is_flag=True, help="Run it again, and say whether the answer is the same.")
+@click.option("--model", "-m", metavar="ARTIFACT", help="Of --replay: what to run where no worker serves the model.")
+@click.option("--text", is_flag=True, help="Also the prompt and the answer.")
+@_json_option
+@reports_errors
+def audit(request: str, replay: bool, model: str | None, text: bool, as_json: bool) -> int:
+    """Everything that is known of one REQUEST, each attempt included.
+
+    By whom, with what, beside whom, when, and how it ended.
+
+    REQUEST is the id of a result line (batch_req_...), or BATCH:custom_id.
+
+    Exit code: 0; with --replay 0 the same answer, 1 another one.
+    """
+    from jobs import commands
+
+    return commands.audit(request, replay, model, text, as_json)
+
+
+# --- steering ----------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@_batch_argument
+@reports_errors
+def cancel(batch: str) -> int:
+    """Stop BATCH for good; what is finished is kept."""
+    from jobs import commands
+
+    return commands.cancel(batch)
+
+
+@cli.command()
+@_batch_argument
+@reports_errors
+def pause(batch: str) -> int:
+    """Let nothing more of BATCH begin until it is resumed."""
+    from jobs import commands
+
+    return commands.pause(batch)
+
+
+@cli.command()
+@_batch_argument
+@reports_errors
+def resume(batch: str) -> int:
+    """Let a paused BATCH go on."""
+    from jobs import commands
+
+    return commands.resume(batch)
+
+
+@cli.command()
+@_batch_argument
+@click.option("--failed", is_flag=True, required=True, help="The lines that failed, other than refused ones.")
+@reports_errors
+def retry(batch: str, failed: bool) -> int:
+    """Run lines of BATCH again."""
+    from jobs import commands
+
+    return commands.retry_failed(batch)
+
+
+@cli.command("set")
+@_batch_argument
+@click.option("--priority", type=int, help="Higher goes first.")
+@click.option("--deadline", help=_DEADLINE)
+@reports_errors
+def set_(batch: str, priority: int | None, deadline: str | None) -> int:
+    """Change how urgent BATCH is."""
+    from jobs import commands
+
+    if priority is None and deadline is None:
+        fail("nothing to set; give --priority or --deadline")
+    return commands.set_urgency(batch, priority, deadline)
+
+
+@cli.command()
+@click.option("--older-than", required=True, metavar="AGE", help="Of batches that ended so long ago: 30d, 12h, 0d.")
+@click.option("--rows", is_flag=True, help="Remove the records of requests too, not only prompts and answers.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@reports_errors
+def purge(older_than: str, rows: bool, yes: bool) -> int:
+    """Remove prompts and answers of batches that ended long ago."""
+    from jobs import commands
+
+    return commands.purge(older_than, rows, yes)
+
+
+# --- services ----------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("--model", "-m", metavar="ARTIFACT", help="What to serve. [the only one in the home's artifacts folder]")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@reports_errors
+def up(model: str | None, workers: int) -> int:
+    """Serve a model on this machine until told to stop.
+
+    Queue server (if none is set), workers and periodic pass under one supervisor. Ctrl-C or SIGTERM drains: what fits
+    into PROMPTMILL_WORKER_DRAIN_S is finished, the rest is handed back. A second one hands back at once.
+    """
+    from jobs import commands
+
+    return commands.up(model, workers)
+
+
+@cli.command()
+@reports_errors
+def tick() -> int:
+    """The periodic pass alone: fill the queue, sweep.
+
+    For where workers are started by somebody else. Any number of them may run.
+    """
+    from jobs import commands
+
+    return commands.tick()
+
+
+@cli.command()
+@reports_errors
+def migrate() -> int:
+    """Bring the database's schema to this version's, and end."""
+    from jobs import commands
+
+    return commands.migrate()
 
 
 @cli.command()
 @click.option("--model", "-m", metavar="ARTIFACT", help="Also look at this artifact.")
 @reports_errors
-def doctor(model: str | None) -> None:
+def doctor(model: str | None) -> int:
     """Say what this machine has, and what to do about what is missing."""
-    console = Console()
-    findings = examine(_settings_or_defaults(console), model)
-    for finding in findings:
-        _print_finding(console, finding)
-    raise SystemExit(EXIT_NOTHING_RAN if any(finding.level == "missing" for finding in findings) else 0)
+    from jobs import commands
 
-
-def _settings_or_defaults(console: Console) -> Settings:
-    try:
-        return load_settings()
-    except PromptmillError as error:
-        _print_finding(console, Finding("missing", "settings", error.message))
-        raise SystemExit(EXIT_NOTHING_RAN) from None
-
-
-def _print_finding(console: Console, finding: Finding) -> None:
-    mark = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "missing": "[red]missing[/]"}[finding.level]
-    console.print(f"{mark} [bold]{finding.subject}[/]: ", end="", highlight=False)
-    console.print(finding.text, highlight=False, markup=False, soft_wrap=True)
-    if finding.way_out:
-        console.print(f"        -> {finding.way_out}", highlight=False, markup=False, soft_wrap=True)
+    return commands.doctor(model)
 
 
 def _worker_command(name: str, summary: str) -> None:
@@ -189,6 +402,8 @@ def _worker_command(name: str, summary: str) -> None:
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def passed_on(arguments: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "workers", name, *arguments]
+        if os.name == "posix":
+            os.execv(sys.executable, command)  # signals then reach it, also where we are process 1 of a container
         process = subprocess.Popen(command)
         while True:
             try:

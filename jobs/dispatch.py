@@ -1,15 +1,22 @@
 """Which requests go to the queue next, and how many may wait there.
 
 The queue holds a bounded window for each model, about twice what its live workers run at once: a batch of millions
-of lines never fills Redis, and cancelling or reprioritising acts at once. `plan_chunks` decides, over plain values;
-`top_up` carries it out. Any process may call `top_up` at any time; it costs two or three small reads when there is
-nothing to do.
+of lines never fills Redis, and cancelling, pausing or reprioritising acts at once. `choose` and `plan_chunks` decide,
+over plain values; `top_up` carries it out. Any process may call `top_up` at any time; it costs two or three small reads
+when there is nothing to do.
+
+The next chunk comes from
+1. an interactive batch (its requests travel alone, on a queue of their own that workers empty first),
+2. else a batch in the last fifth of its time, the nearest deadline first,
+3. else a batch of the highest priority,
+4. else the tenant that has had the least so far, in tokens by its weight,
+5. else the oldest batch. Within a batch: what comes back for another try, then prompts with one prefix together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import structlog
 from celery import Celery
@@ -18,7 +25,7 @@ from jobs.queue import Chunk, QueueError, publish_chunks
 from jobs.settings import QueueSettings
 from storage import queries, transitions
 from storage.database import DISPATCH_LOCK, Connection, Database
-from storage.queries import PendingRequest
+from storage.queries import BatchRow, PendingRequest
 
 # The window holds this many times what the live workers run at once: one in their hands' reach, one on its way.
 WINDOW_PER_SLOT = 2
@@ -26,6 +33,10 @@ WINDOW_PER_SLOT = 2
 LEAST_WINDOW = 256
 # Near the end of a job chunks shrink so that all workers share the rest, but not below this: a message has its price.
 LEAST_CHUNK = 4
+# A batch is urgent when no more than this part of its time, from submission to deadline, is left.
+URGENT_PART = 0.2
+# Rows of a batch that are read at once.
+PAGE_ROWS = 1024
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +49,18 @@ class Fleet:
     slots: int
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A batch that has something to queue. window: how long it has from submission to deadline."""
+
+    batch_id: int
+    tenant: str
+    priority: int = 0
+    is_interactive: bool = False
+    expires_at: float | None = None
+    window_s: float | None = None
+
+
 def window(fleet: Fleet) -> int:
     """Requests of a model that may wait in the queue."""
     return max(LEAST_WINDOW, WINDOW_PER_SLOT * fleet.slots)
@@ -48,28 +71,98 @@ def wants_more(queued: int, fleet: Fleet) -> bool:
     return queued <= window(fleet) // 2
 
 
+def is_urgent(candidate: Candidate, now: float) -> bool:
+    """Whether a batch's deadline is so near that it goes before others."""
+    if candidate.expires_at is None or candidate.window_s is None:
+        return False
+    return candidate.expires_at - now <= URGENT_PART * candidate.window_s
+
+
+def choose(candidates: Sequence[Candidate], share_used: Mapping[str, float], now: float) -> Candidate:
+    """The batch that the next chunk is taken from. share_used: tenant -> tokens it has had, each by its weight."""
+
+    def rank(candidate: Candidate) -> tuple[bool, float, int, float, int]:
+        deadline = candidate.expires_at if is_urgent(candidate, now) else None
+        return (
+            not candidate.is_interactive,
+            float("inf") if deadline is None else deadline,
+            -candidate.priority,
+            share_used.get(candidate.tenant, 0.0),
+            candidate.batch_id,
+        )
+
+    return min(candidates, key=rank)
+
+
+def start_shares(share_used: Mapping[str, float], active: Sequence[str], in_queue: Sequence[str]) -> dict[str, float]:
+    """What tenants have had as they enter a round: who comes back after a pause has saved nothing up.
+
+    active: tenants that have something to queue. in_queue: those of them that have something in the queue already. The
+    newcomers start level with the one of these that has had least; with nobody there, all start level.
+    """
+    used = {tenant: share_used.get(tenant, 0.0) for tenant in active}
+    floor = min((used[tenant] for tenant in in_queue), default=max(used.values(), default=0.0))
+    return {tenant: max(used[tenant], floor) for tenant in active}
+
+
 def plan_chunks(
-    pending: Sequence[PendingRequest], *, fleet: Fleet, chunk_size: int, remaining: int | None = None
-) -> list[tuple[int, ...]]:
+    pending: Sequence[PendingRequest],
+    *,
+    fleet: Fleet,
+    chunk_size: int,
+    chunk_tokens: int | None = None,
+    remaining: int | None = None,
+) -> list[tuple[PendingRequest, ...]]:
     """Cut pending requests into chunks: prompts with one prefix together, in input order.
 
+    A chunk has at most `chunk_size` requests and, from two on, at most `chunk_tokens` estimated tokens.
     remaining: requests that the job still has, these included. When that is less than two full chunks for each worker,
-    the chunks get smaller, so that no worker idles while another has the last ones. Returns request ids.
+    the chunks get smaller, so that no worker idles while another has the last ones.
+    Requests in isolation come first, in groups no larger than their isolation, never with others.
     """
-    ordered = sorted(pending, key=lambda request: (request.prefix_id is None, request.prefix_id or 0, request.line))
-    left = max(remaining or 0, len(ordered))
-    chunks: list[tuple[int, ...]] = []
+    isolated = sorted(
+        (request for request in pending if request.isolation is not None),
+        key=lambda request: (-(request.isolation or 0), request.id),
+    )
+    free = sorted(
+        (request for request in pending if request.isolation is None),
+        key=lambda request: (request.prefix_id is None, request.prefix_id or 0, request.line),
+    )
+    left = max(remaining or 0, len(pending))
+    chunks: list[tuple[PendingRequest, ...]] = []
     start = 0
-    while start < len(ordered):
+    while start < len(isolated):
+        size = isolated[start].isolation or 1
+        while any((request.isolation or 1) < size for request in isolated[start : start + size]):
+            size -= 1
+        chunks.append(_fitting(isolated, start, min(size, chunk_size), chunk_tokens))
+        start += len(chunks[-1])
+        left -= len(chunks[-1])
+    start = 0
+    while start < len(free):
         size = chunk_size
         if fleet.workers > 1:
             share = -(-left // (2 * fleet.workers))
             size = max(min(LEAST_CHUNK, chunk_size), min(chunk_size, share))
-        chunk = ordered[start : start + size]
-        chunks.append(tuple(request.id for request in chunk))
-        start += len(chunk)
-        left -= len(chunk)
+        chunks.append(_fitting(free, start, size, chunk_tokens))
+        start += len(chunks[-1])
+        left -= len(chunks[-1])
     return chunks
+
+
+def _fitting(
+    requests: Sequence[PendingRequest], start: int, size: int, chunk_tokens: int | None
+) -> tuple[PendingRequest, ...]:
+    """From `start` on as many as `size` and `chunk_tokens` allow, at least one."""
+    if chunk_tokens is None:
+        return tuple(requests[start : start + size])
+    end, tokens = start, 0
+    while end < len(requests) and end - start < size:
+        tokens += requests[end].estimated_tokens
+        if tokens > chunk_tokens and end > start:
+            break
+        end += 1
+    return tuple(requests[start:end])
 
 
 def top_up(database: Database, app: Celery, settings: QueueSettings, now: float) -> int:
@@ -85,8 +178,8 @@ def top_up(database: Database, app: Celery, settings: QueueSettings, now: float)
     with database.write() as connection:
         if not database.try_lock(connection, DISPATCH_LOCK):
             return 0  # another process is at it
-        for model, fleet in _hungry(connection, now).items():  # again: what was read may be old
-            chunks += _queue_next(connection, model, fleet, settings.chunk_size, now)
+        for (model, is_interactive), hunger in _hungry(connection, now).items():  # again: what was read may be old
+            chunks += _queue_next(connection, model, is_interactive, hunger, settings, now)
     ids = [request_id for chunk in chunks for request_id in chunk.request_ids]
     try:
         publish_chunks(app, chunks)
@@ -98,22 +191,34 @@ def top_up(database: Database, app: Celery, settings: QueueSettings, now: float)
     return len(ids)
 
 
-def _hungry(connection: Connection, now: float) -> dict[str, Fleet]:
-    """Models that have something to queue and room for it."""
-    batches = queries.dispatched_batches(connection)
+@dataclass(frozen=True, slots=True)
+class _Hunger:
+    """A window with room, and the batches that can fill it."""
+
+    fleet: Fleet
+    room: int
+    batches: tuple[BatchRow, ...]
+
+
+def _hungry(connection: Connection, now: float) -> dict[tuple[str, bool], _Hunger]:
+    """(model, is interactive) -> what to do, where something can be queued and there is room for it."""
+    batches = [batch for batch in queries.batches_at_work(connection, now) if batch.remaining_requests > 0]
     if not batches:
         return {}
     fleets = _fleets(connection, now)
-    queued = queries.queued_by_model(connection)
-    found: dict[str, Fleet] = {}
-    for batch in batches:
-        fleet = fleets.get(batch.model, Fleet(0, 0))
-        if (
-            batch.model not in found
-            and wants_more(queued.get(batch.model, 0), fleet)
-            and queries.has_pending(connection, batch.id)
-        ):
-            found[batch.model] = fleet
+    queued = queries.queued_counts(connection)
+    found: dict[tuple[str, bool], _Hunger] = {}
+    for key in sorted({(batch.model, batch.is_interactive) for batch in batches}):
+        fleet = fleets.get(key[0], Fleet(0, 0))
+        if not wants_more(queued.get(key, 0), fleet):
+            continue
+        having = tuple(
+            batch
+            for batch in batches
+            if (batch.model, batch.is_interactive) == key and queries.has_pending(connection, batch.id, now)
+        )
+        if having:
+            found[key] = _Hunger(fleet, window(fleet) - queued.get(key, 0), having)
     return found
 
 
@@ -125,24 +230,79 @@ def _fleets(connection: Connection, now: float) -> dict[str, Fleet]:
     return fleets
 
 
-def _queue_next(connection: Connection, model: str, fleet: Fleet, chunk_size: int, now: float) -> list[Chunk]:
-    """Fill the window of one model from its batches, the most urgent first."""
-    room = window(fleet) - queries.queued_by_model(connection).get(model, 0)
-    chunks: list[Chunk] = []
-    for batch in queries.dispatched_batches(connection):
-        if room <= 0:
-            break
-        if batch.model != model:
+@dataclass(slots=True)
+class _Supply:
+    """What is left of a batch, cut into chunks page by page."""
+
+    batch: BatchRow
+    chunks: list[tuple[PendingRequest, ...]] = field(default_factory=list)
+    read: int = 0
+    is_dry: bool = False
+
+
+def _queue_next(
+    connection: Connection, model: str, is_interactive: bool, hunger: _Hunger, settings: QueueSettings, now: float
+) -> list[Chunk]:
+    """Fill one window, chunk by chunk, each from the batch that the policy chooses."""
+    supplies = {batch.id: _Supply(batch) for batch in hunger.batches}
+    candidates = {batch.id: _candidate(batch) for batch in hunger.batches}
+    tenants = queries.tenants(connection)
+    active = sorted({candidate.tenant for candidate in candidates.values()})
+    share_used = start_shares(
+        {name: tenant.share_used for name, tenant in tenants.items()},
+        active,
+        [name for name in queries.waiting_tenants(connection) if name in active],
+    )
+    before = dict(share_used)
+    chosen: list[tuple[PendingRequest, ...]] = []
+    room = hunger.room
+    while candidates and room > 0:
+        candidate = choose(list(candidates.values()), share_used, now)
+        supply = supplies[candidate.batch_id]
+        if not supply.chunks and not supply.is_dry:
+            _restock(connection, supply, hunger, settings, now, room)
+        if not supply.chunks:
+            del candidates[candidate.batch_id]
             continue
-        pending = queries.next_pending(connection, batch.id, room)
-        if not pending:
-            continue
-        moved = set(transitions.queue_requests(connection, [request.id for request in pending], now))
-        pending = [request for request in pending if request.id in moved]
-        left = batch.total_requests - batch.completed_requests - batch.failed_requests
-        remaining = left if len(pending) == room else None
-        chunks += [
-            Chunk(model, ids) for ids in plan_chunks(pending, fleet=fleet, chunk_size=chunk_size, remaining=remaining)
-        ]
-        room -= len(pending)
-    return chunks
+        chunk = supply.chunks.pop(0)[:room]
+        chosen.append(chunk)
+        room -= len(chunk)
+        tenant = tenants.get(candidate.tenant)
+        tokens = sum(max(1, request.estimated_tokens) for request in chunk)
+        share_used[candidate.tenant] += tokens / (tenant.weight if tenant else 1.0)
+    moved = set(transitions.queue_requests(connection, [request.id for chunk in chosen for request in chunk], now))
+    transitions.charge_tenants(connection, {name: used for name, used in share_used.items() if used != before[name]})
+    published = (tuple(request.id for request in chunk if request.id in moved) for chunk in chosen)
+    return [Chunk(model, ids, is_interactive) for ids in published if ids]
+
+
+def _restock(
+    connection: Connection, supply: _Supply, hunger: _Hunger, settings: QueueSettings, now: float, room: int
+) -> None:
+    """Read the next page of a batch and cut it into chunks."""
+    batch, rows = supply.batch, min(room, PAGE_ROWS)
+    pending: list[PendingRequest] = []
+    if supply.read == 0:
+        pending += queries.next_delayed(connection, batch.id, now, rows)
+    fresh = queries.next_pending(connection, batch.id, rows, skip=supply.read)
+    supply.read += len(fresh)
+    supply.is_dry = len(fresh) < rows
+    pending += fresh
+    supply.chunks = plan_chunks(
+        pending,
+        fleet=hunger.fleet,
+        chunk_size=1 if batch.is_interactive else settings.chunk_size,
+        chunk_tokens=settings.chunk_tokens,
+        remaining=None if supply.is_dry else batch.remaining_requests - supply.read + len(fresh),
+    )
+
+
+def _candidate(batch: BatchRow) -> Candidate:
+    return Candidate(
+        batch_id=batch.id,
+        tenant=batch.tenant,
+        priority=batch.priority,
+        is_interactive=batch.is_interactive,
+        expires_at=batch.expires_at,
+        window_s=None if batch.expires_at is None else batch.expires_at - batch.created_at,
+    )

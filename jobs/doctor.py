@@ -80,9 +80,7 @@ def _compute() -> Iterator[Finding]:
         found: dict[str, Any] = json.loads(done.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         said = getattr(error, "stderr", "") or str(error)
-        yield Finding(
-            "missing", "onnxruntime", f"cannot be used: {str(said).strip()[-300:]}", "reinstall: make setup"
-        )
+        yield Finding("missing", "onnxruntime", f"cannot be used: {str(said).strip()[-300:]}", "reinstall: make setup")
         return
     yield Finding("ok", "onnxruntime", str(found["onnxruntime"]))
     for gpu in found["gpus"]:

@@ -34,6 +34,10 @@ MOST_MESSAGES = 20_000
 URL_SCHEMES = ("redis", "rediss", "redis+socket")
 # Where kombu keeps messages that a worker has received and not yet acknowledged (for all queues of one Redis database).
 _UNACKED = "unacked"
+_UNACKED_INDEX = "unacked_index"  # when each of them was received
+# A worker claims what it receives at once. Who holds a message for longer and has not claimed its requests died in
+# between, or still runs others alone; sending it again does no harm.
+CLAIMED_WITHIN_S = 30.0
 
 
 class QueueError(PromptmillError):
@@ -161,10 +165,10 @@ def queue_depth(app: Celery, model: str) -> QueueDepth:
 
 
 def waiting_ids(app: Celery, models: Collection[str]) -> set[int] | None:
-    """Request ids in all messages that wait for these models or that workers hold. Raises QueueError.
+    """Request ids in all messages that wait for these models or that workers just received. Raises QueueError.
 
     None: more messages than are sensible to read. A message that is just being handed over is in neither place: look
-    only for requests that were queued a while ago.
+    only for requests that were queued a while ago. What a worker received long ago it has claimed, or it is dead.
     """
     with _redis(app) as client:
         pipeline = client.pipeline(transaction=True)
@@ -177,10 +181,14 @@ def waiting_ids(app: Celery, models: Collection[str]) -> set[int] | None:
         pipeline = client.pipeline(transaction=True)
         for name in names:
             pipeline.lrange(name, 0, -1)
-        pipeline.hvals(_UNACKED)
-        *waiting, unacked = pipeline.execute()
+        pipeline.hgetall(_UNACKED)
+        pipeline.zrange(_UNACKED_INDEX, 0, -1, withscores=True)
+        pipeline.time()
+        *waiting, unacked, received, (seconds, microseconds) = pipeline.execute()
+    since = seconds + microseconds / 1e6 - CLAIMED_WITHIN_S
+    old = {tag for tag, received_at in received if received_at < since}
     messages = [message for queue in waiting for message in queue]
-    messages += [json.dumps(_first(envelope)) for envelope in unacked]
+    messages += [json.dumps(_first(envelope)) for tag, envelope in unacked.items() if tag not in old]
     return {request_id for message in messages for request_id in _ids_in(message)}
 
 

@@ -1,61 +1,43 @@
-"""What a person sees of a run: a progress bar while it goes on, a table when it has ended. All on standard error."""
+"""What a person sees: a progress bar while a batch runs, a table when it has ended, lists of batches, one request's
+audit record, the start of the workers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from jobs.results import BatchSummary
-from jobs.run import Observer, RunProgress
-from jobs.submit import SubmitProgress
+from jobs.steering import Observer, Progress, Rates
+from storage.models import BatchStatus
 from storage.queries import BatchRow
 
-# Rates are taken over the last so many seconds: long enough to be calm, short enough to follow.
-RATE_WINDOW_S = 30.0
+if TYPE_CHECKING:
+    from jobs.audit import AttemptAudit
+    from jobs.submit import SubmitProgress
+
 # Where there is no terminal, one plain line this often.
 PLAIN_EVERY_S = 10.0
+SHORT_ID = len("batch_") + 8
+FACT_WIDTH = 18
+MATES_SHOWN = 20
 LATENCIES = {"queue_s": "queue", "time_to_first_token_s": "first token", "total_s": "total"}
 
 
-class _Rates:
-    """Requests and tokens a second over the last seconds."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[float, int, int]] = []
-
-    def add(self, now: float, requests: int, tokens: int) -> None:
-        self._seen.append((now, requests, tokens))
-        while len(self._seen) > 2 and now - self._seen[1][0] > RATE_WINDOW_S:
-            self._seen.pop(0)
-
-    @property
-    def requests_per_s(self) -> float:
-        return self._per_s(1)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._per_s(2)
-
-    def _per_s(self, place: int) -> float:
-        first, last = self._seen[0], self._seen[-1]
-        seconds = last[0] - first[0]
-        return (last[place] - first[place]) / seconds if seconds > 0 else 0.0
-
-
 class _TimeLeft(ProgressColumn):
-    """Time left at the present rate of requests."""
+    """Time left at the present rate of tokens."""
 
     def render(self, task: Task) -> Text:
-        rate = task.fields.get("rate", 0.0)
-        if not rate or task.total is None or task.completed >= task.total:
-            return Text("")
-        return Text(f"{duration((task.total - task.completed) / rate)} left", style="progress.remaining")
+        left_s = task.fields.get("left_s")
+        return Text("" if left_s is None else f"{duration(left_s)} left", style="progress.remaining")
 
 
 @contextmanager
@@ -78,8 +60,8 @@ def _bar(console: Console) -> Iterator[Observer]:
         TextColumn("{task.fields[speed]}"),
         _TimeLeft(),
     )
-    rates = _Rates()
-    with Progress(*columns, console=console, transient=True) as display:
+    rates = Rates()
+    with ProgressBar(*columns, console=console, transient=True) as display:
         task = display.add_task("reading", total=None, speed="")
 
         def submitting(progress: SubmitProgress) -> None:
@@ -87,59 +69,62 @@ def _bar(console: Console) -> Iterator[Observer]:
             expected = int(progress.lines / share) if share > 0 else None
             display.update(task, description="submitting", completed=progress.lines, total=expected)
 
-        def running(progress: RunProgress) -> None:
+        def running(progress: Progress) -> None:
             batch = progress.batch
             done = batch.completed_requests + batch.failed_requests
-            rates.add(time.monotonic(), done, batch.completion_tokens)
+            rates.add(time.monotonic(), batch)
             display.update(
                 task,
                 description=_doing(progress),
                 completed=done,
                 total=batch.total_requests,
                 speed=_speed(batch, rates),
-                rate=rates.requests_per_s,
+                left_s=rates.left_s,
             )
 
         yield Observer(submitting, running, lambda text: console.print(f"[yellow]note:[/] {text}"))
 
 
 def _plain(console: Console) -> Observer:
-    rates = _Rates()
+    rates = Rates()
     said_at = time.monotonic()
 
-    def running(progress: RunProgress) -> None:
+    def running(progress: Progress) -> None:
         nonlocal said_at
         batch = progress.batch
         done = batch.completed_requests + batch.failed_requests
-        rates.add(time.monotonic(), done, batch.completion_tokens)
+        rates.add(time.monotonic(), batch)
         if time.monotonic() - said_at >= PLAIN_EVERY_S:
             said_at = time.monotonic()
-            left = (batch.total_requests - done) / rates.requests_per_s if rates.requests_per_s else None
+            left = f", {duration(rates.left_s)} left" if rates.left_s is not None else ""
             console.print(
-                f"{_doing(progress)}: {done}/{batch.total_requests}, {_speed(batch, rates)}"
-                + (f", {duration(left)} left" if left else ""),
-                highlight=False,
+                f"{_doing(progress)}: {done}/{batch.total_requests}, {_speed(batch, rates)}{left}", highlight=False
             )
 
     return Observer(running=running, note=lambda text: console.print(f"note: {text}", highlight=False))
 
 
-def _doing(progress: RunProgress) -> str:
+def _doing(progress: Progress) -> str:
     worker = progress.worker
+    if progress.batch.status is not BatchStatus.IN_PROGRESS:
+        return progress.batch.status.value
+    if progress.batch.paused_at is not None:
+        return "paused"
     if worker is None:
         return "starting a worker"
     return worker.detail if worker.ready_at is None and worker.detail else "running"
 
 
-def _speed(batch: BatchRow, rates: _Rates) -> str:
+def _speed(batch: BatchRow, rates: Rates) -> str:
     failed = f"{batch.failed_requests} failed, " if batch.failed_requests else ""
     return f"{failed}{rates.requests_per_s:.1f} prompts/s, {rates.tokens_per_s:.0f} tokens/s"
 
 
-def summary_table(summary: BatchSummary) -> Table:
+def summary_table(summary: BatchSummary, *, is_titled: bool = True) -> Table:
     """The table that a run ends with: requests, failures by kind, tokens, throughput, latencies."""
     batch = summary.batch
-    table = Table(title=f"{batch.public_id}  {batch.model}", title_justify="left", show_header=False, expand=False)
+    title = f"{batch.public_id}  {batch.model}" if is_titled else None
+    table = Table(title=title, title_justify="left", show_header=False, expand=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
@@ -185,3 +170,89 @@ def duration(value: float) -> str:
         return f"{minutes} min {rest:02} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min"
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def batches_table(batches: Sequence[BatchRow], now: float) -> Table:
+    """What `list` prints. Ids are cut to what names them among a few thousand."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("batch", "left"), ("name", "left"), ("model", "left"), ("status", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("done", "of", "failed", "new tokens", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for batch in batches:
+        table.add_row(
+            batch.public_id[:SHORT_ID],
+            batch.name or "",
+            batch.model,
+            standing(batch),
+            f"{batch.completed_requests + batch.failed_requests:,}",
+            f"{batch.total_requests:,}",
+            f"{batch.failed_requests:,}" if batch.failed_requests else "",
+            f"{batch.completion_tokens:,}",
+            duration(max(0.0, now - batch.created_at)),
+        )
+    return table
+
+
+def standing(batch: BatchRow) -> str:
+    """A batch's status in a word, paused included."""
+    return "paused" if batch.paused_at is not None and not batch.is_final else batch.status.value
+
+
+def facts(named: Sequence[tuple[str, str]], title: str) -> str:
+    """Names and values under each other; those that are empty are left out."""
+    lines = [title, *(f"  {name:<{FACT_WIDTH}}{value}" for name, value in named if value)]
+    return "\n".join(lines)
+
+
+def attempt_facts(attempt: AttemptAudit) -> str:
+    """One try at a request, as `audit` prints it: who, with what, in whose company, when, and how it ended."""
+    values = attempt.values
+    ended = values["outcome"] + (f", {values['finish_reason']}" if values["finish_reason"] else "")
+    mates = [custom_id or mate for mate, custom_id in attempt.mates]
+    more = f" and {len(mates) - MATES_SHOWN} more" if len(mates) > MATES_SHOWN else ""
+    measures = [
+        f"{label} {seconds(values[name])}"
+        for name, label in (
+            ("queue_s", "queue"),
+            ("tokenize_s", "tokenizing"),
+            ("wait_s", "waiting for a row"),
+            ("prefill_s", "prefill"),
+            ("time_to_first_token_s", "first token"),
+            ("decode_s", "decode"),
+            ("total_s", "total"),
+        )
+        if values[name] is not None
+    ]
+    tokens = [
+        f"{values[name]:,} {label}"
+        for name, label in (("prompt_tokens", "prompt"), ("cached_tokens", "reused"), ("completion_tokens", "new"))
+        if values[name] is not None
+    ]
+    served = f"{values['served_from']}, request {values['source_request_id']:x}" if values["served_from"] else ""
+    error = f"{values['error_code']}: {values['error_message']}" if values["error_code"] else ""
+    named = [
+        ("outcome", ended),
+        ("error", error),
+        ("exit code", str(values["exit_code"]) if values["exit_code"] is not None else ""),
+        ("served from", served),
+        ("worker", f"{values['worker']}{', ' + values['device'] if values['device'] else ''}"),
+        ("artifact", values["artifact_digest"] or ""),
+        ("parameters", values["parameters"] or ""),
+        ("tokens", ", ".join(tokens)),
+        ("queued", instant(values["queued_at"])),
+        ("claimed", instant(values["claimed_at"])),
+        ("ended", instant(values["finished_at"])),
+        ("times", ", ".join(measures)),
+        ("rows, on average", f"{values['mean_batch_size']:.1f}" if values["mean_batch_size"] else ""),
+        ("ran beside", ", ".join(mates[:MATES_SHOWN]) + more),
+    ]
+    return facts(named, f"attempt {values['number']}")
+
+
+def instant(at: float | None) -> str:
+    """A moment in the reader's own time."""
+    return "" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

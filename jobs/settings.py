@@ -42,6 +42,7 @@ class QueueSettings(BaseModel):
 
     url: str = Field("", repr=False)
     chunk_size: int = Field(32, ge=1, le=1024)
+    chunk_tokens: int = Field(65_536, ge=1)
     visibility_timeout_s: int = Field(3600, ge=60)
 
 
@@ -52,6 +53,9 @@ class WorkerSettings(BaseModel):
 
     lease_s: float = Field(60.0, ge=3.0)
     drain_s: float = Field(30.0, ge=0.0)
+    max_attempts: int = Field(3, ge=1, le=100)
+    retry_backoff_s: float = Field(1.0, ge=0.0)
+    answer_cache: bool = False
 
 
 class EngineSettings(BaseModel):

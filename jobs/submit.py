@@ -2,16 +2,24 @@
 
 A submission that was interrupted goes on after its last committed group when it is repeated. Lines already read are
 read again, because a later line's custom id may repeat one of theirs, but never written again.
+
+One question is answered once where that is the same to the user:
+- A batch that belongs to a job (`name`) takes over what earlier batches of that job have answered, line by line: same
+  custom id, same text, same parameters, same model. Only lines that are new, changed or without an answer run.
+- A deterministic line (temperature 0, or with a seed) that repeats an earlier one of its batch waits for that answer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from jobs.custom_ids import CustomIds
 from jobs.inputs import InputLine, InputOptions, InputReader
 from jobs.source import InputError, Source
 from storage import queries, transitions
@@ -24,6 +32,10 @@ from storage.transitions import NewBatch, NewRequest, RefusedLine
 GROUP_LINES = 2000  # one statement's rows: a commit costs little beside them, and the write lock is held for < 0.1 s
 GROUP_CHARACTERS = 8_000_000  # of bodies: bounds memory when lines are long
 KNOWN_PREFIXES = 256  # prefixes whose row id is remembered while submitting
+# What a token costs in characters, roughly, and how long an answer without a bound of its own is taken to be. Only
+# shares and the size of chunks depend on it.
+CHARACTERS_PER_TOKEN = 4
+UNBOUNDED_ANSWER_TOKENS = 256
 FINGERPRINT_VERSION = 1  # raise it when the same bytes and parameters come to mean other requests
 
 # A batch that stands at one of these is what the same command means; from the others it starts anew.
@@ -34,8 +46,11 @@ FOUND_AGAIN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINA
 class BatchOptions:
     """What concerns the batch as a whole, not its lines.
 
-    metadata: JSON text. artifact_digest: of the model that is to answer, when known; the answers of another artifact of
-    the same name are then not taken for this one's.
+    name: of the job that this batch belongs to. metadata: JSON text. artifact_digest: of the model that is to answer,
+    when known; the answers of another artifact of the same name are then not taken for this one's.
+    idempotency_key: the same key means the same batch, for ever. Without one, the same input and parameters do, within
+    `same_within_s` (None: for ever) and under the same name, if one is given.
+    shares_duplicates, keeps_answers: the two savings above can be switched off.
     """
 
     tenant: str = "default"
@@ -44,6 +59,11 @@ class BatchOptions:
     metadata: str | None = None
     expires_at: float | None = None
     artifact_digest: str = ""
+    idempotency_key: str | None = None
+    same_within_s: float | None = None
+    is_interactive: bool = False
+    shares_duplicates: bool = True
+    keeps_answers: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,14 +101,15 @@ def submit(
     """Write a batch's lines and start it, or find the batch that has them.
 
     Raises InputError when the input as a whole cannot be used: then no batch is left behind, except one that was begun
-    before the failure, which the same submission continues.
+    before the failure, which the same submission continues. InputError(idempotency_key_reused): another input or other
+    parameters were submitted under that key.
     """
     batch_options = batch_options or BatchOptions()
     reader = InputReader(source, options)
     fingerprint = make_fingerprint(source.sha256(), reader, options, batch_options)
     with database.read() as connection:
-        batch = queries.find_batch_by_fingerprint(connection, fingerprint, batch_options.tenant)
-    if batch is not None and batch.status in FOUND_AGAIN and batch.status is not BatchStatus.VALIDATING:
+        batch = _find(connection, fingerprint, batch_options, database.now())
+    if batch is not None and batch.status is not BatchStatus.VALIDATING:
         return Submission(batch, was_there=True, written=0)
     writer = _Writer(database, source, reader, options, batch_options, fingerprint)
     try:
@@ -103,7 +124,7 @@ def submit(
         raise
     except StorageError as error:
         # Somebody submitted the same at the same time and came to the end first.
-        found = _find_started(database, fingerprint, batch_options.tenant) if error.code == "illegal_move" else None
+        found = _find_started(database, fingerprint, batch_options) if error.code == "illegal_move" else None
         if found is None:
             raise
         return Submission(found, was_there=True, written=0)
@@ -148,16 +169,23 @@ class _Writer:
     _batch_id: int | None = None
     _committed_line: int = 0  # lines up to here were written by an earlier submission
     _prefix_ids: dict[str, int] = field(default_factory=dict)
+    _prefix_digests: dict[str, bytes] = field(default_factory=dict)
+    _questions: CustomIds = field(default_factory=CustomIds)
+    _earlier: _EarlierAnswers | None = None
+    _scope: bytes = b""
 
     def write(self, group: list[InputLine | RefusedLine]) -> None:
         if self._batch_id is None:
             self._batch_id, self._committed_line = self.database.retry(self._find_or_create)
+            if self.batch_options.name is not None and self.batch_options.keeps_answers:
+                self._earlier = _EarlierAnswers(self.database, self.batch_options, self._batch_id)
         self.lines += len(group)
         self.refused += sum(isinstance(item, RefusedLine) for item in group)
+        asked = {item.line: self._ask(item) for item in group if isinstance(item, InputLine)}
         new = [item for item in group if item.line > self._committed_line]
         if new:
             batch_id = self._batch_id
-            written, prefix_ids = self.database.retry(lambda connection: self._write(connection, batch_id, new))
+            written, prefix_ids = self.database.retry(lambda connection: self._write(connection, batch_id, new, asked))
             self.written += written
             self._prefix_ids.update(prefix_ids)  # only now is it certain that they are there
             if len(self._prefix_ids) > KNOWN_PREFIXES:
@@ -180,24 +208,62 @@ class _Writer:
 
     def _find_or_create(self, connection: Connection) -> tuple[int, int]:
         """The batch's id and its last committed line. One transaction, so that two submitters find the same."""
-        batch = queries.find_batch_by_fingerprint(connection, self.fingerprint, self.batch_options.tenant)
-        if batch is not None and batch.status is BatchStatus.VALIDATING:
+        options = self.batch_options
+        transitions.lock_tenant(connection, options.tenant)
+        batch = _find(connection, self.fingerprint, options, self.database.now())
+        if batch is not None:
+            # One that has started meanwhile is found out about with the first line that is to be added to it.
             return batch.id, queries.last_submitted_line(connection, batch.id)
         new = NewBatch(
             public_id=f"batch_{uuid.uuid4().hex}",
             fingerprint=self.fingerprint,
             endpoint=self.reader.endpoint,
             model=self.options.model,
-            tenant=self.batch_options.tenant,
-            name=self.batch_options.name,
-            priority=self.batch_options.priority,
-            metadata=self.batch_options.metadata,
-            expires_at=self.batch_options.expires_at,
+            tenant=options.tenant,
+            name=options.name,
+            priority=options.priority,
+            metadata=options.metadata,
+            expires_at=options.expires_at,
+            idempotency_key=options.idempotency_key,
+            artifact_digest=options.artifact_digest or None,
+            is_interactive=options.is_interactive,
         )
         return transitions.create_batch(connection, new, self.database.now()), 0
 
+    def _ask(self, item: InputLine) -> _Question:
+        """What a line asks, as a number, and the earlier line that asks the same, if any."""
+        prefix_digest = b""
+        if item.prefix:
+            found = self._prefix_digests.get(item.prefix)
+            if found is None:
+                if len(self._prefix_digests) > KNOWN_PREFIXES:
+                    self._prefix_digests.clear()
+                found = hashlib.blake2b(item.prefix.encode(errors="surrogatepass"), digest_size=16).digest()
+                self._prefix_digests[item.prefix] = found
+            prefix_digest = found
+        if not self._scope:
+            self._scope = self._make_scope()
+        digest = hashlib.blake2b(prefix_digest, digest_size=16, key=self._scope)
+        digest.update(item.body.encode(errors="surrogatepass"))
+        number = digest.digest()
+        same_as = None
+        if self.batch_options.shares_duplicates:
+            first = self._questions.first_line(number.hex(), item.line)
+            if first != item.line and is_deterministic(item.body):
+                same_as = first
+        return _Question(int.from_bytes(number[:8], signed=True), same_as)
+
+    def _make_scope(self) -> bytes:
+        """What else an answer depends on, besides the line itself."""
+        scope = f"{self.reader.endpoint}\n{self.options.model}\n{self.batch_options.artifact_digest}"
+        return hashlib.blake2b(scope.encode(), digest_size=32).digest()
+
     def _write(
-        self, connection: Connection, batch_id: int, group: list[InputLine | RefusedLine]
+        self,
+        connection: Connection,
+        batch_id: int,
+        group: list[InputLine | RefusedLine],
+        asked: dict[int, _Question],
     ) -> tuple[int, dict[str, int]]:
         new_prefixes: dict[str, int] = {}
         requests: list[NewRequest] = []
@@ -211,11 +277,101 @@ class _Writer:
                 prefix_id = self._prefix_ids.get(item.prefix) or new_prefixes.get(item.prefix)
                 if prefix_id is None:
                     prefix_id = new_prefixes[item.prefix] = transitions.save_prefix(connection, item.prefix)
-            requests.append(NewRequest(item.line, item.custom_id, item.body, prefix_id))
+            question = asked[item.line]
+            requests.append(
+                NewRequest(
+                    line=item.line,
+                    custom_id=item.custom_id,
+                    body=item.body,
+                    prefix_id=prefix_id,
+                    estimated_tokens=estimate_tokens(item.body, len(item.prefix)),
+                    question_hash=question.number,
+                    same_as=question.same_as,
+                    source_id=self._earlier.find(item.custom_id, question.number) if self._earlier else None,
+                )
+            )
         written = transitions.add_requests(connection, batch_id, requests) if requests else 0
+        if self._earlier is not None:
+            transitions.carry_answers(connection, batch_id, requests, self.database.now())
         if refused:
             written += transitions.refuse_lines(connection, batch_id, refused, self.database.now())
         return written, new_prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """number: 64 bits over the line's text and parameters and the model. same_as: an earlier line with the same."""
+
+    number: int
+    same_as: int | None
+
+
+class _EarlierAnswers:
+    """Which lines of a job's earlier batches have an answer: about 50 bytes a line, whatever the texts."""
+
+    def __init__(self, database: Database, options: BatchOptions, batch_id: int) -> None:
+        self._places = CustomIds()
+        self._request_ids = array("q")
+        assert options.name is not None
+        with database.read() as connection:
+            batches = queries.batches_of_job(connection, options.name, options.tenant)
+        for batch in batches:  # the newest first: its answer is the one that counts
+            if batch.id == batch_id or batch.text_purged_at is not None or not batch.completed_requests:
+                continue
+            for request in queries.answered_requests(database, batch.id):
+                place = len(self._request_ids) + 1
+                if self._places.first_line(_line_key(request.custom_id, request.question_hash), place) == place:
+                    self._request_ids.append(request.id)
+        self._count = len(self._request_ids)
+
+    def find(self, custom_id: str, question: int) -> int | None:
+        """The request that answered this line, if there is one."""
+        if not self._count:
+            return None
+        place = self._places.first_line(_line_key(custom_id, question), self._count + 1)
+        return self._request_ids[place - 1] if place <= self._count else None
+
+
+def _line_key(custom_id: str, question: int) -> str:
+    return f"{question}\n{custom_id}"
+
+
+def estimate_tokens(body: str, prefix_characters: int = 0) -> int:
+    """Tokens of prompt and answer, roughly."""
+    bound = _MAX_TOKENS.search(body)
+    answer = int(bound.group(1)) if bound else UNBOUNDED_ANSWER_TOKENS
+    return min((len(body) + prefix_characters) // CHARACTERS_PER_TOKEN + answer, _MOST_TOKENS)
+
+
+# Within a text the quotes would be escaped.
+_MAX_TOKENS = re.compile(r'"max_(?:completion_)?tokens":\s*(\d{1,9})')
+_MOST_TOKENS = 2**31 - 1
+
+
+def is_deterministic(body: str) -> bool:
+    """Whether a body in its normal form gets the same answer each time: greedy, or with a seed of its own."""
+    values = json.loads(body)
+    return values.get("temperature") == 0 or values.get("seed") is not None
+
+
+def _find(connection: Connection, fingerprint: str, options: BatchOptions, now: float) -> BatchRow | None:
+    """The batch that the same submission has made, as far as it still means it."""
+    if options.idempotency_key is not None:
+        batch = queries.find_batch_by_idempotency_key(connection, options.idempotency_key, options.tenant)
+        if batch is not None and batch.fingerprint != fingerprint:
+            raise InputError(
+                f"idempotency key {options.idempotency_key!r} stands for another input or other parameters "
+                f"({batch.public_id}); give each submission a key of its own",
+                code="idempotency_key_reused",
+            )
+        return batch
+    since = 0.0 if options.same_within_s is None else now - options.same_within_s
+    batch = queries.find_batch_by_fingerprint(connection, fingerprint, options.tenant, since=since, name=options.name)
+    if batch is None or batch.status not in FOUND_AGAIN or batch.text_purged_at is not None:
+        return None
+    if options.name is not None and batch.status is BatchStatus.COMPLETED and batch.failed_requests:
+        return None  # a job's lines that failed run again; the others keep their answers
+    return batch
 
 
 def _groups(reader: InputReader) -> Iterator[list[InputLine | RefusedLine]]:
@@ -232,9 +388,7 @@ def _groups(reader: InputReader) -> Iterator[list[InputLine | RefusedLine]]:
         yield group
 
 
-def _find_started(database: Database, fingerprint: str, tenant: str) -> BatchRow | None:
+def _find_started(database: Database, fingerprint: str, options: BatchOptions) -> BatchRow | None:
     with database.read() as connection:
-        batch = queries.find_batch_by_fingerprint(connection, fingerprint, tenant)
-    if batch is None or batch.status is BatchStatus.VALIDATING or batch.status not in FOUND_AGAIN:
-        return None
-    return batch
+        batch = _find(connection, fingerprint, options, database.now())
+    return None if batch is None or batch.status is BatchStatus.VALIDATING else batch

@@ -1,22 +1,26 @@
-"""The periodic pass: overdue leases, lost messages, cancelled and finished batches, a dry queue.
+"""The periodic pass: overdue leases, lost messages, cancelled, expired and finished batches, a dry queue.
 
 Any number of processes may run it; each step is a short transaction that does nothing when it was done already. What
-one pass leaves, the next one takes up.
+one pass leaves, the next one takes up. Where no batch is open there is nothing to look after, and a pass is one read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 from celery import Celery
 
 from jobs.dispatch import top_up
+from jobs.finalize import finalize_batches
 from jobs.queue import QueueError, waiting_ids
-from jobs.settings import Settings
+from jobs.settings import Settings, WorkerSettings
 from storage import queries, transitions
 from storage.database import Database
 from storage.models import BatchStatus
+from storage.queries import BatchRow
+from storage.retries import RetryLimits
 
 # A request in the queue for this long is looked for there. Far longer than a message takes from commit to Redis or
 # from Redis to a claim, so that none is taken for lost while it is on its way.
@@ -31,13 +35,20 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one pass did: requests, except where it says batches."""
+    """What one pass did: requests, except where it says batches. ended: cancelled or expired."""
 
     expired_leases: int = 0
     lost_messages: int = 0
-    cancelled: int = 0
+    ended: int = 0
+    answered_duplicates: int = 0
+    expired_batches: int = 0
     finished_batches: int = 0
     queued: int = 0
+
+
+def retry_limits(settings: WorkerSettings) -> RetryLimits:
+    """When a request that goes wrong is tried again, and when no more."""
+    return RetryLimits(max_attempts=settings.max_attempts, backoff_s=settings.retry_backoff_s)
 
 
 def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Swept:
@@ -45,53 +56,95 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Sw
 
     Raises StorageError when the database cannot be reached.
     """
-    expired = _expire_leases(database, now)
-    cancelled = _cancel(database, now)
-    finished = _finish(database, now)
+    with database.read() as connection:
+        batches = queries.unfinished_batches(connection)
+    if not batches:
+        return Swept()
+    expired = _expire_leases(database, retry_limits(settings.worker), now)
+    expired_batches = _expire_batches(database, batches, now)
+    ended = _end_requests(database, now)
+    answered = _answer_duplicates(database, batches, now)
+    _finish(database, now)
     lost = queued = 0
     try:
         lost = _find_lost(database, app, now)
         queued = top_up(database, app, settings.queue, now)
     except QueueError as error:
         log.warning("queue_not_reached", code=error.code, reason=error.message)
-    return Swept(expired, lost, cancelled, finished, queued)
+    finished = finalize_batches(database, settings.files_dir, now)  # last: a million lines take a while
+    return Swept(expired, lost, ended, answered, expired_batches, len(finished), queued)
 
 
-def _expire_leases(database: Database, now: float) -> int:
+def _expire_leases(database: Database, limits: RetryLimits, now: float) -> int:
     with database.read() as connection:
         overdue = queries.overdue_leases(connection, now)
     expired = 0
     for _ in range(min(MOST_STEPS, -(-overdue // STEP_ROWS))):
         with database.write() as connection:
-            expired += len(transitions.expire_leases(connection, now, STEP_ROWS))
+            expired += len(transitions.expire_leases(connection, now, STEP_ROWS, limits=limits))
     if expired:
         log.warning("leases_expired", requests=expired)
     return expired
 
 
-def _cancel(database: Database, now: float) -> int:
+def _expire_batches(database: Database, batches: Sequence[BatchRow], now: float) -> int:
+    if not any(
+        batch.status is BatchStatus.IN_PROGRESS and batch.expires_at is not None and batch.expires_at <= now
+        for batch in batches
+    ):
+        return 0
+    with database.write() as connection:
+        expired = transitions.expire_batches(connection, now)
+    for batch_id in expired:
+        log.warning("batch_expired", batch=batch_id)
+    return len(expired)
+
+
+def _end_requests(database: Database, now: float) -> int:
+    """What waits of cancelled and expired batches gets its result."""
     with database.read() as connection:
-        batches = queries.open_batches(connection, BatchStatus.CANCELLING)
-    cancelled = 0
-    for batch in batches:
+        ending = [
+            batch.id
+            for batch in queries.unfinished_batches(connection)
+            if batch.status is BatchStatus.CANCELLING
+            or (batch.status is BatchStatus.FINALIZING and batch.expired_at is not None)
+        ]
+        ending = [batch_id for batch_id in ending if queries.has_waiting(connection, batch_id)]
+    ended = 0
+    for batch_id in ending:
         for _ in range(MOST_STEPS):
             with database.write() as connection:
-                step = transitions.cancel_requests(connection, batch.id, now, STEP_ROWS)
-            cancelled += step
-            if step < STEP_ROWS:
+                moved = transitions.end_requests(connection, batch_id, now, STEP_ROWS)
+            ended += moved
+            if moved < STEP_ROWS:
                 break
-    return cancelled
+    return ended
 
 
-def _finish(database: Database, now: float) -> int:
+def _answer_duplicates(database: Database, batches: Sequence[BatchRow], now: float) -> int:
+    """What identical requests still wait for when nothing else of their batch is open."""
+    answered = 0
+    for batch in batches:
+        if batch.status is not BatchStatus.IN_PROGRESS:
+            continue
+        with database.read() as connection:
+            if not queries.has_stalled_duplicates(connection, batch.id):
+                continue
+        for _ in range(MOST_STEPS):
+            with database.write() as connection:
+                moved = transitions.answer_duplicates(connection, batch.id, now, limit=STEP_ROWS)
+            answered += moved
+            if moved < STEP_ROWS:
+                break
+    return answered
+
+
+def _finish(database: Database, now: float) -> None:
     with database.read() as connection:
-        if not queries.finishable_batches(connection):
-            return 0
+        if not queries.has_finishable_batch(connection):
+            return
     with database.write() as connection:
-        finished = transitions.finish_batches(connection, now)
-    for batch_id in finished:
-        log.info("batch_finished", batch=batch_id)
-    return len(finished)
+        transitions.finish_batches(connection, now)
 
 
 def _find_lost(database: Database, app: Celery, now: float) -> int:

@@ -1,4 +1,4 @@
-"""The error family: every failure a user can meet has a stable `code`, a message, and says whether trying again can help.
+"""The error family: a failure a user can meet has a stable `code`, a message, and says whether trying again can help.
 
 A message names the thing, the value, the bound and the way out.
 """

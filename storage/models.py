@@ -6,14 +6,27 @@ Status columns are written by `storage/transitions.py` alone.
 
 The life of a request: pending (a row) -> queued (its id is in a chunk message) -> running (leased by a worker)
 -> completed | failed | cancelled | expired. Its one Result row is written in the transaction that makes it final,
-together with the Attempt row that says how it went.
+together with the Attempt row that says how it went. A pending request is in one of three partial indexes: fresh ones,
+those that wait for their next try (`not_before`), and those that an identical request answers (`same_as`).
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, CheckConstraint, Double, ForeignKey, Index, Integer, Text, UniqueConstraint, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # SQLite gives row ids only to INTEGER primary keys; Postgres needs 64 bits for billions of requests.
@@ -68,8 +81,35 @@ class WorkerStatus(StrEnum):
     FAILED = "failed"
 
 
+class ServedFrom(StrEnum):
+    """Where an answer came from that was not computed for its request."""
+
+    CACHE = "cache"  # an identical request of any batch, by artifact digest, prompt ids and parameters
+    DUPLICATE = "duplicate"  # an identical request of the same batch
+    JOB = "job"  # the same line of an earlier batch of the same job
+
+
+class FilePurpose(StrEnum):
+    """Spelled as in the OpenAI Files API, the error file apart."""
+
+    BATCH = "batch"
+    BATCH_OUTPUT = "batch_output"
+    BATCH_ERRORS = "batch_errors"
+
+
 class Base(DeclarativeBase):
     pass
+
+
+class Tenant(Base):
+    """Who sends work. Tenants that wait share a model's workers in the proportion of their weights."""
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    weight: Mapped[float] = mapped_column(Double, default=1.0)
+    # Tokens dispatched so far, each divided by the weight of its time: the tenant with the least goes next.
+    share_used: Mapped[float] = mapped_column(Double, default=0.0)
 
 
 class Batch(Base):
@@ -83,8 +123,11 @@ class Batch(Base):
     name: Mapped[str | None] = mapped_column(Text)
     # SHA-256 over the input's bytes and all that changes its answers: the same command again finds its batch by it.
     fingerprint: Mapped[str] = mapped_column(Text)
+    idempotency_key: Mapped[str | None] = mapped_column(Text)
     endpoint: Mapped[str] = mapped_column(Text)
     model: Mapped[str] = mapped_column(Text)
+    artifact_digest: Mapped[str | None] = mapped_column(Text)  # of the model asked for, when it was known
+    is_interactive: Mapped[bool] = mapped_column(Boolean, server_default=false(), default=False)
     status: Mapped[str] = mapped_column(Text, default=BatchStatus.VALIDATING.value)
     priority: Mapped[int] = mapped_column(Integer, default=0)
     extra_metadata: Mapped[str | None] = mapped_column("metadata", Text)
@@ -101,16 +144,40 @@ class Batch(Base):
 
     created_at: Mapped[float] = mapped_column(Double)
     in_progress_at: Mapped[float | None] = mapped_column(Double)
+    # In progress, and nothing of it is queued or claimed until it is resumed.
+    paused_at: Mapped[float | None] = mapped_column(Double)
+    retried_at: Mapped[float | None] = mapped_column(Double)  # attempts before it no longer count against a limit
     finalizing_at: Mapped[float | None] = mapped_column(Double)
     completed_at: Mapped[float | None] = mapped_column(Double)
     failed_at: Mapped[float | None] = mapped_column(Double)
+    # The deadline: more urgent as it comes near; then what is finished is kept and the rest expires.
     expires_at: Mapped[float | None] = mapped_column(Double)
-    expired_at: Mapped[float | None] = mapped_column(Double)
+    expired_at: Mapped[float | None] = mapped_column(Double)  # set when it passed, while the batch still finalizes
     cancelling_at: Mapped[float | None] = mapped_column(Double)
     cancelled_at: Mapped[float | None] = mapped_column(Double)
+    # Prompts and answers were removed; then also the rows of requests, results and attempts. Counters stay.
+    text_purged_at: Mapped[float | None] = mapped_column(Double)
+    rows_purged_at: Mapped[float | None] = mapped_column(Double)
+    output_file_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("files.id"))
+    error_file_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("files.id"))
 
     __table_args__ = (
         Index("ix_batches_fingerprint", "tenant", "fingerprint"),
+        Index(
+            "ix_batches_name",
+            "tenant",
+            "name",
+            sqlite_where=text("name IS NOT NULL"),
+            postgresql_where=text("name IS NOT NULL"),
+        ),
+        Index(
+            "ix_batches_idempotency_key",
+            "tenant",
+            "idempotency_key",
+            unique=True,
+            sqlite_where=text("idempotency_key IS NOT NULL"),
+            postgresql_where=text("idempotency_key IS NOT NULL"),
+        ),
         # The few batches that still need work, among all that ever were.
         Index(
             "ix_batches_open",
@@ -122,6 +189,22 @@ class Batch(Base):
     )
 
 
+class File(Base):
+    """A file that users see. Its content lies in the files folder under `path`."""
+
+    __tablename__ = "files"
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
+    public_id: Mapped[str] = mapped_column(Text, unique=True)  # file-<32 hex>
+    tenant: Mapped[str] = mapped_column(Text)
+    purpose: Mapped[str] = mapped_column(Text)
+    filename: Mapped[str] = mapped_column(Text)  # as users see it
+    path: Mapped[str] = mapped_column(Text)  # relative to the files folder
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    lines: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float] = mapped_column(Double)
+
+
 class Prefix(Base):
     """A text that many prompts begin with, kept once: a request's first message (or prompt) is prefix + own text."""
 
@@ -130,6 +213,12 @@ class Prefix(Base):
     id: Mapped[int] = mapped_column(BigKey, primary_key=True)
     sha256: Mapped[str] = mapped_column(Text, unique=True)
     text: Mapped[str] = mapped_column(Text)
+
+
+# The three kinds of pending requests.
+FRESH = "status = 'pending' AND not_before IS NULL AND same_as IS NULL"
+DELAYED = "status = 'pending' AND not_before IS NOT NULL"
+SAME = "status = 'pending' AND same_as IS NOT NULL"
 
 
 class Request(Base):
@@ -150,6 +239,14 @@ class Request(Base):
     queued_at: Mapped[float | None] = mapped_column(Double)
     claimed_at: Mapped[float | None] = mapped_column(Double)
     lease_expires_at: Mapped[float | None] = mapped_column(Double)
+    # Not before this instant again: it failed, or its worker died.
+    not_before: Mapped[float | None] = mapped_column(Double)
+    # Its worker died: at most so many requests run together with it, itself included, and nothing else beside them.
+    isolation: Mapped[int | None] = mapped_column(Integer)
+    estimated_tokens: Mapped[int] = mapped_column(Integer, server_default="0", default=0)  # prompt and answer
+    # 64 bits over all that the answer depends on. Finds candidates; texts are compared before one is used.
+    question_hash: Mapped[int | None] = mapped_column(BigInteger)
+    same_as: Mapped[int | None] = mapped_column(Integer)  # the line of this batch that asks the same and answers both
 
     __table_args__ = (
         UniqueConstraint("batch_id", "line", name="uq_requests_batch_line"),
@@ -159,9 +256,13 @@ class Request(Base):
             "batch_id",
             "prefix_id",
             "line",
-            sqlite_where=text("status = 'pending'"),
-            postgresql_where=text("status = 'pending'"),
+            sqlite_where=text(FRESH),
+            postgresql_where=text(FRESH),
         ),
+        Index(
+            "ix_requests_delayed", "batch_id", "not_before", sqlite_where=text(DELAYED), postgresql_where=text(DELAYED)
+        ),
+        Index("ix_requests_same", "batch_id", "same_as", sqlite_where=text(SAME), postgresql_where=text(SAME)),
         Index(
             "ix_requests_queued",
             "batch_id",
@@ -199,6 +300,11 @@ class Attempt(Base):
     cached_tokens: Mapped[int | None] = mapped_column(Integer)  # of prompt_tokens, those copied instead of computed
     completion_tokens: Mapped[int | None] = mapped_column(Integer)
     mean_batch_size: Mapped[float | None] = mapped_column(Double)  # rows that shared the model's steps, on average
+    # When its worker died: how the process ended (a signal is negative), and what else it had in its hands.
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    batch_mates: Mapped[int | None] = mapped_column(Integer)
+    served_from: Mapped[str | None] = mapped_column(Text)  # None: computed
+    source_request_id: Mapped[int | None] = mapped_column(BigInteger)  # whose answer served
     queued_at: Mapped[float | None] = mapped_column(Double)
     claimed_at: Mapped[float] = mapped_column(Double)
     finished_at: Mapped[float] = mapped_column(Double)
@@ -230,6 +336,18 @@ class Result(Base):
     __table_args__ = (Index("ix_results_batch", "batch_id", "id"),)
 
 
+class Answer(Base):
+    """An answer that serves identical requests of later batches: the result of `request_id`."""
+
+    __tablename__ = "answers"
+
+    key: Mapped[str] = mapped_column(Text, primary_key=True)  # SHA-256 of artifact digest, prompt ids, parameters
+    request_id: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float] = mapped_column(Double)
+
+    __table_args__ = (Index("ix_answers_request", "request_id"),)
+
+
 class Worker(Base):
     """A worker process as it last described itself."""
 
@@ -249,5 +367,6 @@ class Worker(Base):
     ready_at: Mapped[float | None] = mapped_column(Double)
     last_seen_at: Mapped[float] = mapped_column(Double)
     stopped_at: Mapped[float | None] = mapped_column(Double)
+    exit_code: Mapped[int | None] = mapped_column(Integer)  # of its process, as whoever started it saw it
 
     __table_args__ = (Index("ix_workers_model", "model", "status"),)

@@ -11,20 +11,29 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, literal, select
+from sqlalchemy import Connection, and_, func, literal, select
 
+from storage.bulk import one_of
 from storage.database import Database
 from storage.models import AttemptOutcome, BatchStatus, RequestStatus, WorkerStatus
 from storage.transitions import (
+    ANSWERS,
     ATTEMPTS,
     BATCHES,
-    DISPATCHED_BATCHES,
+    FILES,
+    IS_AT_WORK,
     IS_FINISHABLE,
     OPEN_BATCH,
+    PENDING_DELAYED,
+    PENDING_FRESH,
+    PENDING_KINDS,
+    PENDING_SAME,
     PREFIXES,
     REQUESTS,
     RESULTS,
+    TENANTS,
     WORKERS,
+    has_open_requests,
 )
 
 # Rows read at once where a whole batch is walked through: a few MB of answers.
@@ -64,6 +73,20 @@ class BatchRow:
     expired_at: float | None
     cancelling_at: float | None
     cancelled_at: float | None
+    idempotency_key: str | None = None
+    artifact_digest: str | None = None
+    is_interactive: bool = False
+    paused_at: float | None = None
+    retried_at: float | None = None
+    text_purged_at: float | None = None
+    rows_purged_at: float | None = None
+    output_file_id: int | None = None
+    error_file_id: int | None = None
+
+    @property
+    def remaining_requests(self) -> int:
+        """Requests that have no result yet, while the batch is in progress."""
+        return self.total_requests - self.completed_requests - self.failed_requests
 
     @property
     def is_final(self) -> bool:
@@ -108,9 +131,56 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
+    """A request that may be queued. isolation: at most so many may travel with it, itself included."""
+
     id: int
     line: int
     prefix_id: int | None
+    estimated_tokens: int = 0
+    isolation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRow:
+    name: str
+    weight: float
+    share_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file; the columns of `storage.models.File`. path: relative to the files folder."""
+
+    id: int
+    public_id: str
+    tenant: str
+    purpose: str
+    filename: str
+    path: str
+    bytes: int
+    lines: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """A request of a job that has its answer: what it takes to give the same answer to the same question again."""
+
+    id: int
+    custom_id: str
+    question_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An answer kept for identical requests: the result of `request_id`, and what its attempt said."""
+
+    key: str
+    request_id: int
+    response: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +198,7 @@ class WorkerRow:
     ready_at: float | None
     last_seen_at: float
     stopped_at: float | None
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +224,91 @@ def find_batch_by_id(connection: Connection, batch_id: int) -> BatchRow | None:
     return _batch(connection.execute(select(BATCHES).where(BATCHES.c.id == batch_id)).first())
 
 
-def find_batch_by_fingerprint(connection: Connection, fingerprint: str, tenant: str = "default") -> BatchRow | None:
-    """The newest batch of that fingerprint, whatever its status."""
-    return _batch(
-        connection.execute(
-            select(BATCHES)
-            .where(BATCHES.c.tenant == tenant, BATCHES.c.fingerprint == fingerprint)
-            .order_by(BATCHES.c.id.desc())
-            .limit(1)
-        ).first()
+def find_batch_by_fingerprint(
+    connection: Connection, fingerprint: str, tenant: str = "default", *, since: float = 0.0, name: str | None = None
+) -> BatchRow | None:
+    """The newest batch of that fingerprint, made since an instant, whatever its status. name: None for any."""
+    statement = select(BATCHES).where(
+        BATCHES.c.tenant == tenant, BATCHES.c.fingerprint == fingerprint, BATCHES.c.created_at >= since
     )
+    if name is not None:
+        statement = statement.where(BATCHES.c.name == name)
+    return _batch(connection.execute(statement.order_by(BATCHES.c.id.desc()).limit(1)).first())
+
+
+def find_batch_by_idempotency_key(connection: Connection, key: str, tenant: str = "default") -> BatchRow | None:
+    """The batch that was submitted under that key."""
+    return _batch(
+        connection.execute(select(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.idempotency_key == key)).first()
+    )
+
+
+def batches_of_job(connection: Connection, name: str, tenant: str = "default") -> list[BatchRow]:
+    """The batches of that name, the newest first."""
+    rows = connection.execute(
+        select(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.name == name).order_by(BATCHES.c.id.desc())
+    )
+    return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+def answered_requests(database: Database, batch_id: int) -> Iterator[AnsweredRequest]:
+    """The requests of a batch that have an answer, in input order, page by page."""
+    after = 0
+    while True:
+        with database.read() as connection:
+            rows = connection.execute(
+                select(
+                    REQUESTS.c.id, REQUESTS.c.line, REQUESTS.c.custom_id, REQUESTS.c.question_hash, REQUESTS.c.status
+                )
+                .where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line > after)
+                .order_by(REQUESTS.c.line)
+                .limit(PAGE_ROWS * 10)
+            ).all()
+        if not rows:
+            return
+        yield from (
+            AnsweredRequest(row.id, row.custom_id, row.question_hash)
+            for row in rows
+            if row.status == RequestStatus.COMPLETED and row.custom_id is not None and row.question_hash is not None
+        )
+        after = rows[-1].line
+
+
+def find_file(connection: Connection, file_id: int) -> FileRow | None:
+    """The file of that row id, such as a batch's `output_file_id`."""
+    row = connection.execute(select(FILES).where(FILES.c.id == file_id)).first()
+    return None if row is None else FileRow(**row._mapping)
+
+
+def find_file_by_public_id(connection: Connection, public_id: str) -> FileRow | None:
+    row = connection.execute(select(FILES).where(FILES.c.public_id == public_id)).first()
+    return None if row is None else FileRow(**row._mapping)
+
+
+def tenants(connection: Connection) -> dict[str, TenantRow]:
+    """All tenants by name."""
+    return {row.name: TenantRow(**row._mapping) for row in connection.execute(select(TENANTS))}
+
+
+def stored_answers(connection: Connection, keys: Collection[str]) -> dict[str, StoredAnswer]:
+    """Of these keys, those that have an answer that can be given again."""
+    rows = connection.execute(
+        select(
+            ANSWERS.c.key,
+            ANSWERS.c.request_id,
+            RESULTS.c.response,
+            ATTEMPTS.c.finish_reason,
+            ATTEMPTS.c.prompt_tokens,
+            ATTEMPTS.c.completion_tokens,
+        )
+        .join_from(ANSWERS, RESULTS, RESULTS.c.request_id == ANSWERS.c.request_id)
+        .join(
+            ATTEMPTS,
+            and_(ATTEMPTS.c.request_id == ANSWERS.c.request_id, ATTEMPTS.c.outcome == AttemptOutcome.COMPLETED.value),
+        )
+        .where(ANSWERS.c.key.in_(sorted(keys)), RESULTS.c.status_code == 200, RESULTS.c.response.is_not(None))
+    )
+    return {row.key: StoredAnswer(**row._mapping) for row in rows}
 
 
 def list_batches(connection: Connection, limit: int = 50, before_id: int | None = None) -> list[BatchRow]:
@@ -350,37 +496,81 @@ def attempts_of(connection: Connection, request_id: int) -> list[Mapping[str, An
 # --- dispatch and sweep ------------------------------------------------------------------------------------------
 
 
-def dispatched_batches(connection: Connection) -> list[BatchRow]:
-    """Batches whose requests may be queued, the most urgent first."""
-    found = [batch for status in DISPATCHED_BATCHES for batch in open_batches(connection, status)]
-    return sorted(found, key=lambda batch: (-batch.priority, batch.id))
+def batches_at_work(connection: Connection, now: float) -> list[BatchRow]:
+    """Batches whose requests may be queued: in progress, not paused, before their deadline; by id."""
+    rows = connection.execute(select(BATCHES).where(OPEN_BATCH, IS_AT_WORK).order_by(BATCHES.c.id), {"now": now})
+    return [BatchRow(**_batch_values(row)) for row in rows]
 
 
-def queued_by_model(connection: Connection) -> dict[str, int]:
-    """Model -> requests whose ids are in the queue."""
+def queued_counts(connection: Connection) -> dict[tuple[str, bool], int]:
+    """(model, is interactive) -> requests whose ids are in the queue."""
     rows = connection.execute(
-        select(BATCHES.c.model, func.count().label("requests"))
+        select(BATCHES.c.model, BATCHES.c.is_interactive, func.count().label("requests"))
+        .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
+        .where(_is(RequestStatus.QUEUED), BATCHES.c.paused_at.is_(None))
+        .group_by(BATCHES.c.model, BATCHES.c.is_interactive)
+    )
+    return {(row.model, bool(row.is_interactive)): row.requests for row in rows}
+
+
+def waiting_tenants(connection: Connection) -> list[str]:
+    """Tenants that have requests in the queue."""
+    rows = connection.execute(
+        select(BATCHES.c.tenant)
         .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
         .where(_is(RequestStatus.QUEUED))
-        .group_by(BATCHES.c.model)
+        .distinct()
     )
-    return {row.model: row.requests for row in rows}
+    return sorted(rows.scalars())
 
 
-def next_pending(connection: Connection, batch_id: int, limit: int) -> list[PendingRequest]:
-    """The next requests of a batch to queue: those with one prefix together, then in input order."""
+_PENDING_COLUMNS = (
+    REQUESTS.c.id,
+    REQUESTS.c.line,
+    REQUESTS.c.prefix_id,
+    REQUESTS.c.estimated_tokens,
+    REQUESTS.c.isolation,
+)
+
+
+def next_pending(connection: Connection, batch_id: int, limit: int, *, skip: int = 0) -> list[PendingRequest]:
+    """The next fresh requests of a batch to queue: those with one prefix together, then in input order."""
     rows = connection.execute(
-        select(REQUESTS.c.id, REQUESTS.c.line, REQUESTS.c.prefix_id)
-        .where(_is(RequestStatus.PENDING), REQUESTS.c.batch_id == batch_id)
+        select(*_PENDING_COLUMNS)
+        .where(PENDING_FRESH, REQUESTS.c.batch_id == batch_id)
         .order_by(REQUESTS.c.prefix_id, REQUESTS.c.line)
         .limit(limit)
+        .offset(skip)
     )
-    return [PendingRequest(row.id, row.line, row.prefix_id) for row in rows]
+    return [PendingRequest(**row._mapping) for row in rows]
 
 
-def has_pending(connection: Connection, batch_id: int) -> bool:
-    """Whether a batch has a request that waits to be queued."""
-    return bool(next_pending(connection, batch_id, 1))
+def next_delayed(connection: Connection, batch_id: int, now: float, limit: int) -> list[PendingRequest]:
+    """Requests of a batch whose pause after a failure or a worker's death is over, the longest over first."""
+    rows = connection.execute(
+        select(*_PENDING_COLUMNS)
+        .where(PENDING_DELAYED, REQUESTS.c.batch_id == batch_id, REQUESTS.c.not_before <= now)
+        .order_by(REQUESTS.c.not_before)
+        .limit(limit)
+    )
+    return [PendingRequest(**row._mapping) for row in rows]
+
+
+def has_pending(connection: Connection, batch_id: int, now: float) -> bool:
+    """Whether a batch has a request that can be queued now."""
+    return bool(next_pending(connection, batch_id, 1) or next_delayed(connection, batch_id, now, 1))
+
+
+_ISOLATED = select(REQUESTS.c.id).where(
+    one_of(REQUESTS.c.id, "ids"),
+    REQUESTS.c.isolation.is_not(None),
+    REQUESTS.c.status.concat("") == RequestStatus.QUEUED.value,
+)
+
+
+def isolated_requests(connection: Connection, ids: Collection[int]) -> list[int]:
+    """Of these, those that wait in the queue in isolation: to be claimed with nothing else in the worker's hands."""
+    return sorted(connection.execute(_ISOLATED, {"ids": sorted(ids)}).scalars())
 
 
 def queued_before(connection: Connection, instant: float, limit: int) -> list[tuple[int, str]]:
@@ -395,17 +585,38 @@ def queued_before(connection: Connection, instant: float, limit: int) -> list[tu
     return [(row.id, row.model) for row in rows]
 
 
-def finishable_batches(connection: Connection) -> list[tuple[int, BatchStatus]]:
-    """Batches whose counters say that they may be at their end, and those being cancelled: (id, status)."""
-    rows = connection.execute(
-        select(BATCHES.c.id, BATCHES.c.status)
-        .where(
-            OPEN_BATCH,
-            IS_FINISHABLE,
-        )
-        .order_by(BATCHES.c.id)
+def unfinished_batches(connection: Connection) -> list[BatchRow]:
+    """Batches that are not final, by id: all that sweep may have to look after. Without one there is no work at all."""
+    rows = connection.execute(select(BATCHES).where(OPEN_BATCH).order_by(BATCHES.c.id))
+    return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+def has_finishable_batch(connection: Connection) -> bool:
+    """Whether the counters of some batch say that it is at its end."""
+    return connection.execute(select(BATCHES.c.id).where(OPEN_BATCH, IS_FINISHABLE).limit(1)).first() is not None
+
+
+def has_waiting(connection: Connection, batch_id: int) -> bool:
+    """Whether a request of the batch is pending or queued."""
+    return any(
+        connection.execute(select(REQUESTS.c.id).where(kind, REQUESTS.c.batch_id == batch_id).limit(1)).first()
+        for kind in (*PENDING_KINDS, _is(RequestStatus.QUEUED))
     )
-    return [(row.id, BatchStatus(row.status)) for row in rows]
+
+
+def is_publishable(connection: Connection, batch: BatchRow) -> bool:
+    """Whether a batch is at its end but for its files."""
+    return batch.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING) and not has_open_requests(
+        connection, batch.id
+    )
+
+
+def has_stalled_duplicates(connection: Connection, batch_id: int) -> bool:
+    """Whether requests wait for an identical one while nothing else of the batch is open: their answer is there."""
+    waiting = select(REQUESTS.c.id).where(PENDING_SAME, REQUESTS.c.batch_id == batch_id).limit(1)
+    return connection.execute(waiting).first() is not None and not has_open_requests(
+        connection, batch_id, besides_duplicates=True
+    )
 
 
 def overdue_leases(connection: Connection, now: float) -> int:

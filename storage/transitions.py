@@ -1,9 +1,9 @@
-"""Claim, renew, record, release, cancel: the only writer of status columns.
+"""Submit, queue, claim, renew, record, retry, release, pause, cancel, expire, publish: the only writer of statuses.
 
 Each function takes a connection inside `database.write()` and the time as `now` (take `database.now()`: leases are
 judged by it). Rows are locked in the order requests (by id), then batches (by id), so that writers wait for each other
 and do not deadlock. Repeating a call changes nothing: rows that have moved on are left alone. Moves that can only be
-our own mistake raise IllegalMove.
+somebody's mistake raise IllegalMove.
 
 A worker holds a request as long as its row says running, this worker, this attempt: the fence. `held` maps request
 ids to the attempt numbers that a worker believes to hold.
@@ -13,28 +13,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, bindparam, exists, insert, literal, or_, select, update
+from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, func, insert, literal, or_, select, update
 
 from storage.bulk import insert_rows, one_of, storable
 from storage.errors import StorageError
 from storage.models import (
+    Answer,
     Attempt,
     AttemptOutcome,
     Batch,
     BatchStatus,
+    File,
+    FilePurpose,
     Prefix,
     Request,
     RequestStatus,
     Result,
+    ServedFrom,
+    Tenant,
     Worker,
     WorkerStatus,
 )
+from storage.retries import DEFAULT_LIMITS, Death, RetryLimits, judge
 
+TENANTS = cast(Table, Tenant.__table__)
+FILES = cast(Table, File.__table__)
+ANSWERS = cast(Table, Answer.__table__)
 BATCHES = cast(Table, Batch.__table__)
 PREFIXES = cast(Table, Prefix.__table__)
 REQUESTS = cast(Table, Request.__table__)
@@ -42,21 +52,28 @@ ATTEMPTS = cast(Table, Attempt.__table__)
 RESULTS = cast(Table, Result.__table__)
 WORKERS = cast(Table, Worker.__table__)
 
-# Batches whose requests may be queued and claimed.
-DISPATCHED_BATCHES = (BatchStatus.IN_PROGRESS,)
-
-# From where a batch may come to a status. Final statuses are left by no way.
+# From where a batch may come to a status. `failed` is left by no way, the other final statuses only by a retry.
 BATCH_MOVES: Mapping[BatchStatus, tuple[BatchStatus, ...]] = {
-    BatchStatus.IN_PROGRESS: (BatchStatus.VALIDATING,),
+    BatchStatus.IN_PROGRESS: (
+        BatchStatus.VALIDATING,
+        BatchStatus.COMPLETED,
+        BatchStatus.EXPIRED,
+        BatchStatus.CANCELLED,
+    ),
     BatchStatus.FAILED: (BatchStatus.VALIDATING,),
     BatchStatus.FINALIZING: (BatchStatus.IN_PROGRESS,),
     BatchStatus.COMPLETED: (BatchStatus.FINALIZING,),
+    BatchStatus.EXPIRED: (BatchStatus.FINALIZING,),
     BatchStatus.CANCELLING: (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS),
     BatchStatus.CANCELLED: (BatchStatus.CANCELLING,),
 }
 
 # Rows for one statement; keeps memory small and stays below the drivers' bounds on parameters (32,766 in SQLite).
 STATEMENT_ROWS = 2000
+# What a failed attempt says when its request kept killing workers.
+POISON_PROMPT = "poison_prompt"
+# Whose attempts are those that nobody made: answers that were there when the line arrived, or came with another's.
+NO_WORKER = "none"
 
 _Row = TypeVar("_Row")
 
@@ -81,16 +98,27 @@ class NewBatch:
     priority: int = 0
     metadata: str | None = None
     expires_at: float | None = None
+    idempotency_key: str | None = None
+    artifact_digest: str | None = None
+    is_interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A line to run. body: JSON text without the prefix that `prefix_id` names."""
+    """A line to run. body: JSON text without the prefix that `prefix_id` names.
+
+    same_as: the line of this batch that asks the same; its answer serves both. source_id: a request of an earlier batch
+    whose answer serves this line, if that still stands.
+    """
 
     line: int
     custom_id: str | None
     body: str
     prefix_id: int | None = None
+    estimated_tokens: int = 0
+    question_hash: int | None = None
+    same_as: int | None = None
+    source_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +147,15 @@ class ClaimedRequest:
     model: str
     queued_at: float | None
     claimed_at: float
+    isolation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """What a worker measured of one attempt: the columns of Attempt that are not known from the claim itself."""
+    """What a worker measured of one attempt: the columns of Attempt that are not known from the claim itself.
+
+    served_from, source_request_id: of an answer that was not computed; its tokens are then not counted as work.
+    """
 
     device: str | None = None
     artifact_digest: str | None = None
@@ -140,11 +172,16 @@ class AttemptRecord:
     time_to_first_token_s: float | None = None
     decode_s: float | None = None
     total_s: float | None = None
+    served_from: ServedFrom | None = None
+    source_request_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How a held request ended. status: completed or failed; response: JSON text, the body of the result line."""
+    """How a held request ended. status: completed or failed; response: JSON text, the body of the result line.
+
+    answer_key: keep the answer under it for identical requests of later batches.
+    """
 
     request_id: int
     batch_id: int
@@ -155,6 +192,18 @@ class RequestOutcome:
     error_code: str | None = None
     error_message: str | None = None
     record: AttemptRecord = AttemptRecord()
+    answer_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that lies whole in the files folder. path: relative to that folder."""
+
+    public_id: str
+    filename: str
+    path: str
+    bytes: int
+    lines: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +223,8 @@ class NewWorker:
 
 
 def create_batch(connection: Connection, batch: NewBatch, now: float) -> int:
-    """Write a batch, `validating` and empty. Returns its id."""
+    """Write a batch, `validating` and empty, and its tenant if it is new. Returns its id."""
+    _add_tenant(connection, batch.tenant)
     return int(
         connection.execute(
             insert(BATCHES).returning(BATCHES.c.id),
@@ -191,6 +241,16 @@ def create_batch(connection: Connection, batch: NewBatch, now: float) -> int:
             },
         ).scalar_one()
     )
+
+
+def lock_tenant(connection: Connection, tenant: str) -> None:
+    """Until the transaction ends nobody else makes a batch of this tenant that begins with this call."""
+    _add_tenant(connection, tenant)
+    connection.execute(select(TENANTS.c.name).where(TENANTS.c.name == tenant).with_for_update())
+
+
+def _add_tenant(connection: Connection, name: str, weight: float = 1.0) -> None:
+    insert_rows(connection, TENANTS, [{"name": name, "weight": weight, "share_used": 0.0}], unless=("name",))
 
 
 def save_prefix(connection: Connection, text: str) -> int:
@@ -217,6 +277,9 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
                 "prefix_id": request.prefix_id,
                 "body": request.body,
                 "attempt": 0,
+                "estimated_tokens": request.estimated_tokens,
+                "question_hash": request.question_hash,
+                "same_as": request.same_as,
             }
             for request in part
         ]
@@ -224,6 +287,33 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
     if added:
         _count(connection, batch_id, {"total_requests": added}, only_in=BatchStatus.VALIDATING)
     return added
+
+
+def carry_answers(connection: Connection, batch_id: int, requests: Sequence[NewRequest], now: float) -> int:
+    """Give lines just added the answers that earlier requests (`source_id`) have. Returns how many were answered.
+
+    Text is compared with text; a line whose source asked something else, or whose answer is gone, stays pending.
+    """
+    carried = 0
+    for part in _parts([request for request in requests if request.source_id is not None]):
+        sources = {
+            row.id: row
+            for row in connection.execute(_ANSWERED, {"ids": sorted({request.source_id or 0 for request in part})})
+        }
+        lines = {request.line: request for request in part}
+        rows = connection.execute(
+            select(REQUESTS.c.id, REQUESTS.c.line, REQUESTS.c.attempt, REQUESTS.c.batch_id).where(
+                REQUESTS.c.batch_id == batch_id, REQUESTS.c.line.in_(list(lines)), _stands_at(RequestStatus.PENDING)
+            )
+        ).all()
+        served = []
+        for row in rows:
+            wanted = lines[row.line]
+            source = sources.get(wanted.source_id)
+            if source is not None and (source.body, source.prefix_id) == (storable(wanted.body), wanted.prefix_id):
+                served.append((row, source))
+        carried += _serve(connection, served, ServedFrom.JOB, now)
+    return carried
 
 
 def refuse_lines(connection: Connection, batch_id: int, lines: Sequence[RefusedLine], now: float) -> int:
@@ -281,22 +371,22 @@ def refuse_lines(connection: Connection, batch_id: int, lines: Sequence[RefusedL
 
 
 def start_batch(connection: Connection, batch_id: int, now: float) -> None:
-    """All lines are written: validating -> in_progress. A batch with no line to run is finished at once."""
-    _move_batch(connection, batch_id, BatchStatus.IN_PROGRESS, now, in_progress_at=now)
+    """All lines are written: validating -> in_progress. A batch with no line to run is `finalizing` at once."""
+    _move_batch(connection, batch_id, BatchStatus.IN_PROGRESS, since=BatchStatus.VALIDATING, in_progress_at=now)
     finish_batches(connection, now, batch_id=batch_id)
 
 
 def fail_batch(connection: Connection, batch_id: int, code: str, message: str, now: float) -> None:
     """The input as a whole is unusable: validating -> failed. Lines written so far will not run."""
-    told = {"error_code": code, "error_message": storable(message)}
-    _move_batch(connection, batch_id, BatchStatus.FAILED, now, failed_at=now, **told)
+    told: dict[str, Any] = {"error_code": code, "error_message": storable(message)}
+    _move_batch(connection, batch_id, BatchStatus.FAILED, failed_at=now, **told)
 
 
 # --- into the queue ----------------------------------------------------------------------------------------------
 
 
 def queue_requests(connection: Connection, ids: Collection[int], now: float) -> list[int]:
-    """pending -> queued, of batches in progress: their ids are about to be published. Returns those that moved."""
+    """pending -> queued, of batches at work: their ids are about to be published. Returns those that moved."""
     moved: list[int] = []
     for part in _parts(sorted(ids)):
         moved += connection.execute(_QUEUE, {"ids": part, "now": now}).scalars()
@@ -308,25 +398,47 @@ def unqueue_requests(connection: Connection, ids: Collection[int]) -> int:
     return sum(_rowcount(connection.execute(_UNQUEUE, {"ids": part})) for part in _parts(sorted(ids)))
 
 
+def unqueue_batch(connection: Connection, batch_id: int) -> int:
+    """queued -> pending for all of a batch: its messages in Redis become void. Returns how many moved."""
+    return _rowcount(connection.execute(_UNQUEUE_BATCH, {"batch": batch_id}))
+
+
+def charge_tenants(connection: Connection, used: Mapping[str, float]) -> None:
+    """Write what each tenant has had of its share so far, as dispatch reckons it."""
+    for name in sorted(used):
+        connection.execute(update(TENANTS).where(TENANTS.c.name == name).values(share_used=used[name]))
+
+
+def set_tenant(connection: Connection, name: str, weight: float) -> None:
+    """Give a tenant a weight: twice the weight, twice the tokens while others wait. Raises IllegalMove below 0.01."""
+    if not 0.01 <= weight <= 10_000:
+        raise IllegalMove(f"tenant {name}: weight {weight:g} is not within 0.01 to 10000")
+    _add_tenant(connection, name, weight)
+    connection.execute(update(TENANTS).where(TENANTS.c.name == name).values(weight=weight))
+
+
 # --- a worker has them -------------------------------------------------------------------------------------------
 
 
 def claim_requests(
     connection: Connection, ids: Collection[int], *, worker: str, lease_s: float, now: float
 ) -> list[ClaimedRequest]:
-    """Take requests: queued, pending or left over by an expired lease -> running, one attempt more, in id order.
+    """Take requests: queued -> running, one attempt more, in id order.
 
-    Those that somebody holds, that are final, or whose batch is not in progress are passed over: an empty list says
-    that the message was a duplicate. A former owner whose lease ran out gets an `abandoned` attempt.
+    Those that somebody holds, that are final, that went back to pending, or whose batch is paused, past its deadline or
+    not in progress are passed over: an empty list says that the message was a duplicate or has become void.
+    Requests in isolation are taken only when all that is asked for fits into the smallest isolation, so that no old
+    message brings them into larger company. The caller then runs nothing else beside them (`isolated_requests`).
     """
     claimed: list[ClaimedRequest] = []
     for part in _parts(sorted(ids)):
         rows = connection.execute(_CLAIMABLE, {"ids": part, "now": now}).all()
+        if any(row.isolation is not None for row in rows):
+            smallest = min(row.isolation for row in rows if row.isolation is not None)
+            if len(rows) > smallest:
+                rows = [row for row in rows if row.isolation is None]
         if not rows:
             continue
-        overdue = [row for row in rows if row.status == RequestStatus.RUNNING]
-        if overdue:
-            _write_attempts(connection, overdue, AttemptOutcome.ABANDONED, now)
         connection.execute(
             _TAKE, {"ids": [row.id for row in rows], "owner": worker, "now": now, "expires_at": now + lease_s}
         )
@@ -343,6 +455,7 @@ def claim_requests(
                 model=row.model,
                 queued_at=row.queued_at,
                 claimed_at=now,
+                isolation=row.isolation,
             )
             for row in rows
         ]
@@ -373,37 +486,213 @@ def record_outcomes(
     return recorded
 
 
-def release_requests(
+def fail_requests(
     connection: Connection,
-    held: Mapping[int, int],
+    outcomes: Sequence[RequestOutcome],
     *,
     worker: str,
     now: float,
-    outcome: AttemptOutcome = AttemptOutcome.RELEASED,
-    error_code: str | None = None,
-    error_message: str | None = None,
+    limits: RetryLimits,
 ) -> list[int]:
-    """Hand held requests back unfinished: running -> pending. Returns the ids that were still held.
+    """Attempts that went wrong in a way another try may cure: running -> pending, for after a pause that doubles.
 
-    outcome: released by a draining worker, or failed when the attempt went wrong in a way that another try may cure.
+    outcomes: how each would end if this were its last attempt; at the attempt limit that is recorded. Returns the ids
+    that will be tried again. Like `record_outcomes` behind the fence: what is no longer held is left alone.
     """
+    again: list[int] = []
+    for part in _parts(outcomes):
+        by_id = {outcome.request_id: outcome for outcome in part}
+        rows = [
+            row
+            for row in connection.execute(_HELD, {"ids": sorted(by_id), "owner": worker})
+            if row.attempt == by_id[row.id].attempt_number
+        ]
+        failed_before = _failures(connection, [row.id for row in rows])
+        last = [by_id[row.id] for row in rows if failed_before.get(row.id, 0) + 1 >= limits.max_attempts]
+        if last:
+            _record(connection, last, worker, now)
+        retried = [row for row in rows if failed_before.get(row.id, 0) + 1 < limits.max_attempts]
+        if not retried:
+            continue
+        insert_rows(
+            connection,
+            ATTEMPTS,
+            [_attempt(row, AttemptOutcome.FAILED, worker, now, by_id[row.id]) for row in retried],
+        )
+        by_pause: dict[float, list[int]] = defaultdict(list)
+        for row in retried:
+            by_pause[limits.pause_s(failed_before.get(row.id, 0) + 1)].append(row.id)
+        for pause_s, ids in by_pause.items():
+            _return(connection, ids, not_before=now + pause_s)
+            again += ids
+    return sorted(again)
+
+
+def release_requests(connection: Connection, held: Mapping[int, int], *, worker: str, now: float) -> list[int]:
+    """A draining worker hands held requests back unfinished: running -> pending. Returns the ids still held."""
     released: list[int] = []
     for part in _parts(sorted(held)):
         rows = [row for row in connection.execute(_HELD, {"ids": part, "owner": worker}) if row.attempt == held[row.id]]
-        released += _give_back(connection, rows, outcome, now, error_code, error_message)
+        released += _give_back(connection, rows, now)
     return released
 
 
-def expire_leases(connection: Connection, now: float, limit: int = STATEMENT_ROWS) -> list[int]:
-    """running -> pending where the lease ran out: the worker is dead or cut off. Returns the ids, at most `limit`."""
+def expire_leases(
+    connection: Connection, now: float, limit: int = STATEMENT_ROWS, *, limits: RetryLimits = DEFAULT_LIMITS
+) -> list[int]:
+    """running -> pending where the lease ran out: the worker is dead or cut off. Returns the ids, at most `limit`.
+
+    Nobody saw a process end, so suspicion (`storage/retries.py`) begins with the second time.
+    """
     rows = connection.execute(_OVERDUE, {"now": now, "limit": limit}).all()
-    return _give_back(connection, rows, AttemptOutcome.ABANDONED, now, None, None)
+    if not rows:
+        return []
+    workers = {row.worker for row in rows}
+    counted = connection.execute(
+        select(REQUESTS.c.worker, func.count().label("requests"))
+        .where(_is(RequestStatus.RUNNING), REQUESTS.c.worker.in_(workers))
+        .group_by(REQUESTS.c.worker)
+    )
+    held = {row.worker: row.requests for row in counted}
+    return _abandon(connection, rows, held, now, exit_code=None, was_seen=False, limits=limits)
 
 
-def abandon_worker(connection: Connection, worker: str, now: float) -> list[int]:
-    """running -> pending for all that a worker holds, known to be dead, without waiting for its leases. Returns ids."""
+def abandon_worker(
+    connection: Connection,
+    worker: str,
+    now: float,
+    *,
+    exit_code: int | None = None,
+    was_stopped: bool = False,
+    limits: RetryLimits = DEFAULT_LIMITS,
+) -> list[int]:
+    """running -> pending for all that a worker holds, known to have ended, without waiting for its leases. Returns ids.
+
+    exit_code: of its process; a signal is negative. was_stopped: its parent ended it on purpose, which is no evidence
+    against its requests. Else they come back in ever smaller groups, and one whose worker keeps dying while it ran
+    nothing else fails as a poison prompt.
+    """
     rows = connection.execute(_OF_WORKER, {"owner": worker}).all()
-    return _give_back(connection, rows, AttemptOutcome.ABANDONED, now, None, None)
+    if was_stopped:
+        return _give_back(connection, rows, now)
+    return _abandon(connection, rows, {worker: len(rows)}, now, exit_code=exit_code, was_seen=True, limits=limits)
+
+
+# --- an operator steers ------------------------------------------------------------------------------------------
+
+
+def pause_batch(connection: Connection, batch_id: int, now: float) -> bool:
+    """Nothing of the batch is queued or claimed until it is resumed; running requests finish. False: it was paused.
+
+    Raises IllegalMove when the batch is neither being submitted nor in progress.
+    """
+    batch = _batch_for_update(connection, batch_id)
+    if batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+        raise IllegalMove(f"batch {batch_id} is {batch.status}: it cannot be paused")
+    if batch.paused_at is not None:
+        return False
+    connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(paused_at=now))
+    unqueue_batch(connection, batch_id)
+    return True
+
+
+def resume_batch(connection: Connection, batch_id: int, now: float) -> bool:
+    """Undo `pause_batch`. False: it was not paused."""
+    batch = _batch_for_update(connection, batch_id)
+    if batch.paused_at is None:
+        return False
+    connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(paused_at=None))
+    unqueue_batch(connection, batch_id)  # what a top-up queued at the moment of the pause: its messages are used up
+    return True
+
+
+def prioritise_batch(
+    connection: Connection,
+    batch_id: int,
+    *,
+    priority: int | None = None,
+    expires_at: float | None = None,
+    clear_deadline: bool = False,
+) -> None:
+    """Change a batch's priority or its deadline (clear_deadline: take it away), at once.
+
+    What waits in the queue for its model goes back to pending, so that the next top-up fills the window in the new
+    order. Raises IllegalMove when the batch has ended or is ending.
+    """
+    batch = _batch_for_update(connection, batch_id)
+    if batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+        raise IllegalMove(f"batch {batch_id} is {batch.status}: its priority and deadline no longer matter")
+    values: dict[str, Any] = {}
+    if priority is not None:
+        values["priority"] = priority
+    if expires_at is not None or clear_deadline:
+        values["expires_at"] = expires_at
+    if not values:
+        return
+    connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(values))
+    connection.execute(_UNQUEUE_MODEL, {"model": batch.model})
+
+
+def retry_batch(
+    connection: Connection,
+    batch_id: int,
+    now: float,
+    *,
+    statuses: Collection[RequestStatus] = (RequestStatus.FAILED, RequestStatus.EXPIRED, RequestStatus.CANCELLED),
+    expires_at: float | None = None,
+) -> int:
+    """Run the lines of an ended batch that have no answer once more: final -> pending, the batch -> in_progress.
+
+    Lines that were refused on arrival stay as they are. Attempts are kept, and the result of a failed line stays until
+    the new one takes its place. expires_at: the new deadline; None keeps the old one unless it has passed. Returns how
+    many lines will run; for 0 nothing changed. Raises IllegalMove while the batch has not ended.
+    """
+    batch = _batch_for_update(connection, batch_id)
+    if batch.status not in (BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED):
+        raise IllegalMove(f"batch {batch_id} is {batch.status}: only what has ended can be retried")
+    wanted = [status.value for status in statuses if status is not RequestStatus.COMPLETED]
+    retriable = and_(REQUESTS.c.batch_id == batch_id, REQUESTS.c.status.in_(wanted), REQUESTS.c.body.is_not(None))
+    failed = connection.execute(
+        select(func.count()).where(retriable, REQUESTS.c.status == RequestStatus.FAILED.value)
+    ).scalar_one()
+    # What says only that a line never ran goes now: a first attempt looks for no result to replace.
+    never_ran = select(REQUESTS.c.id).where(retriable, REQUESTS.c.status != RequestStatus.FAILED.value)
+    connection.execute(delete(RESULTS).where(RESULTS.c.batch_id == batch_id, RESULTS.c.request_id.in_(never_ran)))
+    moved = _rowcount(
+        connection.execute(
+            update(REQUESTS)
+            .where(retriable)
+            .values(
+                status=RequestStatus.PENDING.value,
+                worker=None,
+                queued_at=None,
+                claimed_at=None,
+                lease_expires_at=None,
+                not_before=None,
+            )
+        )
+    )
+    if not moved:
+        return 0
+    deadline = expires_at
+    if deadline is None and batch.expires_at is not None and batch.expires_at > now:
+        deadline = batch.expires_at
+    _move_batch(
+        connection,
+        batch_id,
+        BatchStatus.IN_PROGRESS,
+        since=BatchStatus(batch.status),
+        retried_at=now,
+        failed_requests=BATCHES.c.failed_requests - failed,
+        expires_at=deadline,
+        paused_at=None,
+        finalizing_at=None,
+        completed_at=None,
+        expired_at=None,
+        cancelling_at=None,
+        cancelled_at=None,
+    )
+    return moved
 
 
 # --- a batch ends ------------------------------------------------------------------------------------------------
@@ -412,64 +701,140 @@ def abandon_worker(connection: Connection, worker: str, now: float) -> list[int]
 def cancel_batch(connection: Connection, batch_id: int, now: float) -> bool:
     """Stop a batch: nothing of it is queued or claimed from now on; running requests may still finish.
 
-    Follow with `cancel_requests` until it returns 0 and `finish_batches`; sweep does both. Returns False when the batch
+    Follow with `end_requests` until it returns 0 and `publish_batch`; sweep does both. Returns False when the batch
     was cancelled before. Raises IllegalMove when it has already ended in another way.
     """
     status = _batch_status(connection, batch_id)
     if status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         return False
-    _move_batch(connection, batch_id, BatchStatus.CANCELLING, now, cancelling_at=now)
+    _move_batch(connection, batch_id, BatchStatus.CANCELLING, cancelling_at=now)
     return True
 
 
-def cancel_requests(connection: Connection, batch_id: int, now: float, limit: int = STATEMENT_ROWS) -> int:
-    """pending or queued -> cancelled, with a result each, of a batch being cancelled; at most `limit`."""
-    if _batch_status(connection, batch_id) is not BatchStatus.CANCELLING:
+def expire_batches(connection: Connection, now: float) -> list[int]:
+    """in_progress -> finalizing where the deadline has passed: what is finished is kept, the rest will expire.
+
+    Follow with `end_requests` and `publish_batch`. Running requests may still finish. Returns ids.
+    """
+    overdue = connection.execute(
+        select(BATCHES.c.id)
+        .where(OPEN_BATCH, BATCHES.c.status == BatchStatus.IN_PROGRESS.value, BATCHES.c.expires_at <= now)
+        .order_by(BATCHES.c.id)
+        .with_for_update()
+    ).scalars()
+    expired = list(overdue)
+    for batch_id in expired:
+        _move_batch(connection, batch_id, BatchStatus.FINALIZING, finalizing_at=now, expired_at=now)
+    return expired
+
+
+def end_requests(connection: Connection, batch_id: int, now: float, limit: int = STATEMENT_ROWS) -> int:
+    """pending or queued -> cancelled or expired, with a result each, of a batch that is being cancelled or has expired.
+
+    At most `limit`; returns how many, 0 also for a batch at work.
+    """
+    batch = _batch_for_update(connection, batch_id)
+    if batch.status == BatchStatus.CANCELLING:
+        status, code = RequestStatus.CANCELLED, "batch_cancelled"
+        message = "The batch was cancelled before this request ran."
+    elif batch.status == BatchStatus.FINALIZING and batch.expired_at is not None:
+        status, code = RequestStatus.EXPIRED, "batch_expired"
+        message = "The batch's deadline passed before this request ran."
+    else:
         return 0
-    ids: list[int] = []
-    for status in (RequestStatus.PENDING, RequestStatus.QUEUED):  # one at a time: each has its partial index
-        if len(ids) < limit:
-            ids += connection.execute(
-                select(REQUESTS.c.id)
-                .where(REQUESTS.c.batch_id == batch_id, _is(status))
-                .limit(limit - len(ids))
+    rows: list[Any] = []
+    for kind in (*PENDING_KINDS, _is(RequestStatus.QUEUED)):  # one at a time: each has its partial index
+        if len(rows) < limit:
+            rows += connection.execute(
+                select(REQUESTS.c.id, REQUESTS.c.attempt)
+                .where(REQUESTS.c.batch_id == batch_id, kind)
+                .limit(limit - len(rows))
                 .with_for_update(skip_locked=True)
-            ).scalars()
-    for part in _parts(ids):
-        connection.execute(update(REQUESTS).where(REQUESTS.c.id.in_(part)).values(status=RequestStatus.CANCELLED.value))
-        insert_rows(
+            )
+    for part in _parts(rows):
+        connection.execute(
+            update(REQUESTS).where(REQUESTS.c.id.in_([row.id for row in part])).values(status=status.value)
+        )
+        _put_results(
             connection,
-            RESULTS,
             [
                 {
-                    "request_id": request_id,
+                    "request_id": row.id,
                     "batch_id": batch_id,
-                    "error_code": "batch_cancelled",
-                    "error_message": "The batch was cancelled before this request ran.",
+                    "status_code": None,
+                    "response": None,
+                    "error_code": code,
+                    "error_message": message,
                     "finished_at": now,
                 }
-                for request_id in part
+                for row in part
             ],
+            replaced=[row.id for row in part if row.attempt],
         )
-    return len(ids)
+    return len(rows)
+
+
+def answer_duplicates(
+    connection: Connection,
+    batch_id: int,
+    now: float,
+    *,
+    lines: Collection[int] | None = None,
+    limit: int = STATEMENT_ROWS,
+) -> int:
+    """Give requests that wait for an identical one (`same_as`) its result, once it has one. Returns how many.
+
+    lines: look only at those that wait for these. At most `limit`: what is left, sweep takes up.
+    """
+    values: dict[str, Any] = {"batch": batch_id, "most": limit}
+    if lines is None:
+        rows = connection.execute(_DUPLICATES, values).all()
+    else:
+        rows = connection.execute(_DUPLICATES_OF, {**values, "lines": sorted(lines)}).all()
+    return _serve(connection, [(row, row) for row in rows], ServedFrom.DUPLICATE, now)
 
 
 def finish_batches(connection: Connection, now: float, *, batch_id: int | None = None) -> list[int]:
-    """in_progress -> finalizing -> completed, cancelling -> cancelled, if all requests are final. Returns ids."""
-    candidates = select(BATCHES.c.id, BATCHES.c.status).where(OPEN_BATCH, IS_FINISHABLE).order_by(BATCHES.c.id)
+    """in_progress -> finalizing where all requests are final: it is time to publish. Returns the ids that moved."""
+    candidates = select(BATCHES.c.id).where(OPEN_BATCH, IS_FINISHABLE).order_by(BATCHES.c.id)
     if batch_id is not None:
         candidates = candidates.where(BATCHES.c.id == batch_id)
     finished: list[int] = []
-    for row in connection.execute(candidates.with_for_update()).all():
-        if _has_open_requests(connection, row.id):
-            continue
-        if row.status == BatchStatus.CANCELLING:
-            _move_batch(connection, row.id, BatchStatus.CANCELLED, now, cancelled_at=now)
-        else:
-            _move_batch(connection, row.id, BatchStatus.FINALIZING, now, finalizing_at=now)
-            _move_batch(connection, row.id, BatchStatus.COMPLETED, now, completed_at=now)
-        finished.append(row.id)
+    for candidate in connection.execute(candidates.with_for_update()).scalars().all():
+        if not has_open_requests(connection, candidate):
+            _move_batch(connection, candidate, BatchStatus.FINALIZING, finalizing_at=now)
+            finished.append(candidate)
     return finished
+
+
+def publish_batch(
+    connection: Connection, batch_id: int, now: float, *, output: NewFile | None, errors: NewFile | None
+) -> bool:
+    """finalizing -> completed or expired, cancelling -> cancelled, together with the rows of its files.
+
+    The files lie in place already, whole. Returns False when the batch has ended before: somebody else published it.
+    Raises IllegalMove while a request is open, or when the batch is still at work.
+    """
+    batch = _batch_for_update(connection, batch_id)
+    if batch.status in (BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED):
+        return False
+    if has_open_requests(connection, batch_id):
+        raise IllegalMove(f"batch {batch_id} has open requests: it cannot be published")
+    former = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+    values: dict[str, Any] = {
+        "output_file_id": _add_file(connection, output, batch, FilePurpose.BATCH_OUTPUT, now),
+        "error_file_id": _add_file(connection, errors, batch, FilePurpose.BATCH_ERRORS, now),
+        "paused_at": None,
+    }
+    if batch.status == BatchStatus.CANCELLING:
+        _move_batch(connection, batch_id, BatchStatus.CANCELLED, cancelled_at=now, **values)
+    elif batch.expired_at is not None:
+        _move_batch(connection, batch_id, BatchStatus.EXPIRED, **values)
+    else:
+        _move_batch(connection, batch_id, BatchStatus.COMPLETED, completed_at=now, **values)
+    if former:
+        connection.execute(delete(FILES).where(FILES.c.id.in_(former)))
+    return True
 
 
 # --- workers -----------------------------------------------------------------------------------------------------
@@ -513,13 +878,13 @@ def retire_worker(
     *,
     status: WorkerStatus = WorkerStatus.STOPPED,
     detail: str | None = None,
+    exit_code: int | None = None,
 ) -> None:
-    """Note that a worker has ended: stopped, or failed with the reason as `detail`."""
-    connection.execute(
-        update(WORKERS)
-        .where(WORKERS.c.name == name)
-        .values(status=status.value, detail=detail, last_seen_at=now, stopped_at=now)
-    )
+    """Note that a worker has ended: stopped, or failed with the reason as `detail`. exit_code: of its process."""
+    values = {"status": status.value, "detail": detail, "last_seen_at": now, "stopped_at": now}
+    if exit_code is not None:
+        values["exit_code"] = exit_code
+    connection.execute(update(WORKERS).where(WORKERS.c.name == name).values(values))
 
 
 # --- statements, built once --------------------------------------------------------------------------------------
@@ -542,22 +907,36 @@ OPEN_BATCH = BATCHES.c.status.in_(
         for status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
     ]
 )
-# What may be at its end: its counters say so, or it is being cancelled.
-IS_FINISHABLE = or_(
-    (BATCHES.c.status == BatchStatus.IN_PROGRESS.value)
-    & (BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests),
-    BATCHES.c.status == BatchStatus.CANCELLING.value,
+# What may be at its end: its counters say so.
+IS_FINISHABLE = (BATCHES.c.status == BatchStatus.IN_PROGRESS.value) & (
+    BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests
+)
+# The three kinds of pending requests, each in the words of its partial index.
+PENDING_FRESH = and_(_is(RequestStatus.PENDING), REQUESTS.c.not_before.is_(None), REQUESTS.c.same_as.is_(None))
+PENDING_DELAYED = and_(_is(RequestStatus.PENDING), REQUESTS.c.not_before.is_not(None))
+PENDING_SAME = and_(_is(RequestStatus.PENDING), REQUESTS.c.same_as.is_not(None))
+PENDING_KINDS = (PENDING_FRESH, PENDING_DELAYED, PENDING_SAME)
+# Batches whose requests may be queued and claimed.
+IS_AT_WORK = and_(
+    BATCHES.c.status == BatchStatus.IN_PROGRESS.value,
+    BATCHES.c.paused_at.is_(None),
+    or_(BATCHES.c.expires_at.is_(None), BATCHES.c.expires_at > bindparam("now")),
 )
 _IDS = one_of(REQUESTS.c.id, "ids")
-_IS_DISPATCHED = BATCHES.c.status.in_([status.value for status in DISPATCHED_BATCHES])
-_CLAIM_COLUMNS = (REQUESTS.c.id, REQUESTS.c.attempt, REQUESTS.c.worker, REQUESTS.c.queued_at, REQUESTS.c.claimed_at)
+_CLAIM_COLUMNS = (
+    REQUESTS.c.id,
+    REQUESTS.c.batch_id,
+    REQUESTS.c.line,
+    REQUESTS.c.attempt,
+    REQUESTS.c.worker,
+    REQUESTS.c.queued_at,
+    REQUESTS.c.claimed_at,
+    REQUESTS.c.isolation,
+)
 
 _CLAIMABLE = (
     select(
         *_CLAIM_COLUMNS,
-        REQUESTS.c.status,
-        REQUESTS.c.batch_id,
-        REQUESTS.c.line,
         REQUESTS.c.custom_id,
         REQUESTS.c.body,
         REQUESTS.c.prefix_id,
@@ -565,14 +944,7 @@ _CLAIMABLE = (
         BATCHES.c.model,
     )
     .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
-    .where(
-        _IDS,
-        or_(
-            _stands_at(RequestStatus.PENDING, RequestStatus.QUEUED),
-            _stands_at(RequestStatus.RUNNING) & (REQUESTS.c.lease_expires_at < bindparam("now")),
-        ),
-        _IS_DISPATCHED,
-    )
+    .where(_IDS, _stands_at(RequestStatus.QUEUED), IS_AT_WORK)
     .order_by(REQUESTS.c.id)
     .with_for_update(of=REQUESTS)
 )
@@ -588,7 +960,7 @@ _TAKE = (
     )
 )
 _HELD = (
-    select(*_CLAIM_COLUMNS, REQUESTS.c.batch_id)
+    select(*_CLAIM_COLUMNS)
     .where(_IDS, _stands_at(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
     .order_by(REQUESTS.c.id)
     .with_for_update()
@@ -618,9 +990,11 @@ _QUEUE = (
     .where(
         _IDS,
         _stands_at(RequestStatus.PENDING),
-        exists().where(BATCHES.c.id == REQUESTS.c.batch_id, _IS_DISPATCHED),
+        REQUESTS.c.same_as.is_(None),
+        or_(REQUESTS.c.not_before.is_(None), REQUESTS.c.not_before <= bindparam("now")),
+        exists().where(BATCHES.c.id == REQUESTS.c.batch_id, IS_AT_WORK),
     )
-    .values(status=RequestStatus.QUEUED.value, queued_at=bindparam("now"))
+    .values(status=RequestStatus.QUEUED.value, queued_at=bindparam("now"), not_before=None)
     .returning(REQUESTS.c.id)
 )
 _UNQUEUE = (
@@ -628,10 +1002,92 @@ _UNQUEUE = (
     .where(_IDS, _stands_at(RequestStatus.QUEUED))
     .values(status=RequestStatus.PENDING.value, queued_at=None)
 )
+_UNQUEUE_BATCH = (
+    update(REQUESTS)
+    .where(_is(RequestStatus.QUEUED), REQUESTS.c.batch_id == bindparam("batch"))
+    .values(status=RequestStatus.PENDING.value, queued_at=None)
+)
+_UNQUEUE_MODEL = (
+    update(REQUESTS)
+    .where(
+        _is(RequestStatus.QUEUED),
+        REQUESTS.c.batch_id.in_(
+            select(BATCHES.c.id).where(
+                OPEN_BATCH, BATCHES.c.model == bindparam("model"), BATCHES.c.is_interactive.is_(False)
+            )
+        ),
+    )
+    .values(status=RequestStatus.PENDING.value, queued_at=None)
+)
+_LEADER, _LEADERS_RESULT = REQUESTS.alias("leader"), RESULTS.alias("leaders_result")
+_DUPLICATES = (
+    select(
+        REQUESTS.c.id,
+        REQUESTS.c.batch_id,
+        REQUESTS.c.attempt,
+        _LEADER.c.id.label("source_id"),
+        _LEADER.c.status.label("source_status"),
+        _LEADERS_RESULT.c.status_code,
+        _LEADERS_RESULT.c.response,
+        _LEADERS_RESULT.c.error_code,
+        _LEADERS_RESULT.c.error_message,
+    )
+    .join(_LEADER, and_(_LEADER.c.batch_id == REQUESTS.c.batch_id, _LEADER.c.line == REQUESTS.c.same_as))
+    .join(_LEADERS_RESULT, _LEADERS_RESULT.c.request_id == _LEADER.c.id)
+    .where(
+        REQUESTS.c.batch_id == bindparam("batch"),
+        PENDING_SAME,
+        _LEADER.c.status.concat("").in_([RequestStatus.COMPLETED.value, RequestStatus.FAILED.value]),
+    )
+    .order_by(REQUESTS.c.same_as)
+    .limit(bindparam("most"))
+    .with_for_update(of=REQUESTS, skip_locked=True)
+)
+_DUPLICATES_OF = _DUPLICATES.where(one_of(REQUESTS.c.same_as, "lines"))
+_SERVE = (
+    update(REQUESTS).where(_IDS).values(status=bindparam("new_status"), attempt=REQUESTS.c.attempt + 1, not_before=None)
+)
+_DROP_RESULTS = delete(RESULTS).where(one_of(RESULTS.c.request_id, "ids"))
+_ENDED_BADLY = (
+    select(
+        ATTEMPTS.c.request_id, ATTEMPTS.c.worker, ATTEMPTS.c.finished_at, ATTEMPTS.c.batch_mates, ATTEMPTS.c.exit_code
+    )
+    .join_from(ATTEMPTS, REQUESTS, REQUESTS.c.id == ATTEMPTS.c.request_id)
+    .join(BATCHES, BATCHES.c.id == REQUESTS.c.batch_id)
+    .where(
+        one_of(ATTEMPTS.c.request_id, "ids"),
+        ATTEMPTS.c.outcome == bindparam("outcome"),
+        ATTEMPTS.c.finished_at >= func.coalesce(BATCHES.c.retried_at, 0.0),
+    )
+    .order_by(ATTEMPTS.c.id)
+)
 _GIVE_BACK = (
     update(REQUESTS)
     .where(_IDS)
-    .values(status=RequestStatus.PENDING.value, worker=None, queued_at=None, claimed_at=None, lease_expires_at=None)
+    .values(
+        status=RequestStatus.PENDING.value,
+        worker=None,
+        queued_at=None,
+        claimed_at=None,
+        lease_expires_at=None,
+        not_before=bindparam("not_before"),
+    )
+)
+_ISOLATE = update(REQUESTS).where(_IDS).values(isolation=bindparam("group_size"))
+_ANSWERED = (
+    select(
+        REQUESTS.c.id.label("source_id"),
+        REQUESTS.c.id,
+        REQUESTS.c.body,
+        REQUESTS.c.prefix_id,
+        REQUESTS.c.status.label("source_status"),
+        RESULTS.c.status_code,
+        RESULTS.c.response,
+        RESULTS.c.error_code,
+        RESULTS.c.error_message,
+    )
+    .join_from(REQUESTS, RESULTS, RESULTS.c.request_id == REQUESTS.c.id)
+    .where(_IDS, _stands_at(RequestStatus.COMPLETED), RESULTS.c.status_code == 200, RESULTS.c.response.is_not(None))
 )
 
 
@@ -642,7 +1098,10 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
     }
     attempts: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
+    replaced: list[int] = []
     ended: dict[str, list[int]] = defaultdict(list)
+    lines: dict[int, list[int]] = defaultdict(list)
     sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for outcome in outcomes:
         if outcome.status not in (RequestStatus.COMPLETED, RequestStatus.FAILED):
@@ -654,34 +1113,7 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
         status = outcome.status.value
         record = outcome.record
         ended[status].append(row.id)
-        attempts.append(
-            {
-                "request_id": row.id,
-                "number": row.attempt,
-                "outcome": status,
-                "worker": worker,
-                "device": record.device,
-                "artifact_digest": record.artifact_digest,
-                "parameters": record.parameters,
-                "finish_reason": record.finish_reason,
-                "error_code": outcome.error_code,
-                "error_message": outcome.error_message,
-                "prompt_tokens": record.prompt_tokens,
-                "cached_tokens": record.cached_tokens,
-                "completion_tokens": record.completion_tokens,
-                "mean_batch_size": record.mean_batch_size,
-                "queued_at": row.queued_at,
-                "claimed_at": row.claimed_at,
-                "finished_at": now,
-                "queue_s": record.queue_s,
-                "tokenize_s": record.tokenize_s,
-                "wait_s": record.wait_s,
-                "prefill_s": record.prefill_s,
-                "time_to_first_token_s": record.time_to_first_token_s,
-                "decode_s": record.decode_s,
-                "total_s": record.total_s,
-            }
-        )
+        attempts.append(_attempt(row, AttemptOutcome(status), worker, now, outcome))
         results.append(
             {
                 "request_id": row.id,
@@ -693,67 +1125,252 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
                 "finished_at": now,
             }
         )
+        lines[row.batch_id].append(row.line)
+        if row.attempt > 1:
+            replaced.append(row.id)  # a failed line that is retried still has its old result
+        if outcome.answer_key is not None and outcome.status is RequestStatus.COMPLETED:
+            answers.append({"key": outcome.answer_key, "request_id": row.id, "created_at": now})
         counts = sums[row.batch_id]
         counts[f"{status}_requests"] += 1
-        counts["prompt_tokens"] += record.prompt_tokens or 0
-        counts["cached_tokens"] += record.cached_tokens or 0
-        counts["completion_tokens"] += record.completion_tokens or 0
+        if record.served_from is None:
+            counts["prompt_tokens"] += record.prompt_tokens or 0
+            counts["cached_tokens"] += record.cached_tokens or 0
+            counts["completion_tokens"] += record.completion_tokens or 0
     if not results:
         return []
     for status, ids in ended.items():
         connection.execute(_END, {"ids": ids, "new_status": status})
     insert_rows(connection, ATTEMPTS, attempts)
-    insert_rows(connection, RESULTS, results)
+    _put_results(connection, results, replaced)
+    insert_rows(connection, ANSWERS, answers, unless=("key",))
     for batch_id in sorted(sums):
         _count(connection, batch_id, sums[batch_id])
+        answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
     return [result["request_id"] for result in results]
 
 
-def _give_back(
-    connection: Connection,
-    rows: Sequence[Any],
-    outcome: AttemptOutcome,
-    now: float,
-    error_code: str | None,
-    error_message: str | None,
-) -> list[int]:
-    """End the attempts of locked running rows without a result: running -> pending."""
+def _give_back(connection: Connection, rows: Sequence[Any], now: float) -> list[int]:
+    """End the attempts of locked running rows without a result and without suspicion: running -> pending."""
     if not rows:
         return []
-    _write_attempts(connection, rows, outcome, now, error_code, error_message)
+    insert_rows(connection, ATTEMPTS, [_attempt(row, AttemptOutcome.RELEASED, row.worker, now) for row in rows])
     ids = [row.id for row in rows]
-    for part in _parts(ids):
-        connection.execute(_GIVE_BACK, {"ids": part})
+    _return(connection, ids, not_before=None)
     return ids
 
 
-def _write_attempts(
+def _return(connection: Connection, ids: Sequence[int], *, not_before: float | None) -> None:
+    """running -> pending, of rows that this transaction has locked."""
+    for part in _parts(sorted(ids)):
+        connection.execute(_GIVE_BACK, {"ids": part, "not_before": not_before})
+
+
+def _abandon(
     connection: Connection,
     rows: Sequence[Any],
-    outcome: AttemptOutcome,
+    held: Mapping[str, int],
     now: float,
-    error_code: str | None = None,
-    error_message: str | None = None,
-) -> None:
-    """Write down attempts of which nothing was measured; the rows still name their owner."""
+    *,
+    exit_code: int | None,
+    was_seen: bool,
+    limits: RetryLimits,
+) -> list[int]:
+    """End the attempts of locked running rows whose worker is gone. held: worker -> requests it had in its hands.
+
+    Returns their ids, poison prompts included.
+    """
+    if not rows:
+        return []
+    mates = {worker: count - 1 for worker, count in held.items()}
     insert_rows(
         connection,
         ATTEMPTS,
         [
             {
-                "request_id": row.id,
-                "number": row.attempt,
-                "outcome": outcome.value,
-                "worker": row.worker,
-                "error_code": error_code,
-                "error_message": error_message,
-                "queued_at": row.queued_at,
-                "claimed_at": row.claimed_at,
-                "finished_at": now,
+                **_attempt(row, AttemptOutcome.ABANDONED, row.worker, now),
+                "exit_code": exit_code,
+                "batch_mates": mates.get(row.worker),
             }
             for row in rows
         ],
     )
+    deaths = _deaths(connection, [row.id for row in rows])
+    by_pause: dict[float | None, list[int]] = defaultdict(list)
+    by_group: dict[int, list[int]] = defaultdict(list)
+    poisonous: list[Any] = []
+    for row in rows:
+        sentence = judge(deaths[row.id], row.isolation, was_seen=was_seen, limits=limits)
+        if sentence.is_poison:
+            poisonous.append(row)
+            continue
+        if sentence.isolation is None:
+            by_pause[None].append(row.id)
+        else:
+            by_group[sentence.isolation].append(row.id)
+            by_pause[now + sentence.pause_s].append(row.id)
+    for not_before, ids in by_pause.items():
+        _return(connection, ids, not_before=not_before)
+    for group_size, ids in by_group.items():
+        for part in _parts(sorted(ids)):
+            connection.execute(_ISOLATE, {"ids": part, "group_size": group_size})
+    if poisonous:
+        _end_poison(connection, poisonous, deaths, now)
+    return [row.id for row in rows]
+
+
+def _end_poison(connection: Connection, rows: Sequence[Any], deaths: Mapping[int, Sequence[Death]], now: float) -> None:
+    """running -> failed, with the evidence as the message; the attempts are written already."""
+    results = []
+    lines: dict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        alone = [death for death in deaths[row.id] if death.batch_mates == 0]
+        message = (
+            f"this request ended {len(alone)} workers while each ran nothing else: "
+            + "; ".join(_testimony(death) for death in alone)
+            + "; it is not run again"
+        )
+        lines[row.batch_id].append(row.line)
+        results.append(
+            {
+                "request_id": row.id,
+                "batch_id": row.batch_id,
+                "status_code": 500,
+                "response": _error_body(message, "server_error", None, POISON_PROMPT),
+                "error_code": POISON_PROMPT,
+                "error_message": message,
+                "finished_at": now,
+            }
+        )
+    connection.execute(
+        _END, {"ids": sorted(result["request_id"] for result in results), "new_status": RequestStatus.FAILED.value}
+    )
+    _put_results(connection, results, replaced=[result["request_id"] for result in results])
+    for batch_id in sorted(lines):
+        _count(connection, batch_id, {"failed_requests": len(lines[batch_id])})
+        answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
+
+
+def _testimony(death: Death) -> str:
+    at = datetime.fromtimestamp(death.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    how = "lease ran out" if death.exit_code is None else f"exit code {death.exit_code}"
+    return f"{death.worker} at {at} ({how})"
+
+
+def _deaths(connection: Connection, ids: Sequence[int]) -> dict[int, list[Death]]:
+    """The abandoned attempts of these requests since their batch was last retried, in order."""
+    found: dict[int, list[Death]] = defaultdict(list)
+    for part in _parts(sorted(ids)):
+        for row in connection.execute(_ENDED_BADLY, {"ids": part, "outcome": AttemptOutcome.ABANDONED.value}):
+            found[row.request_id].append(Death(row.worker, row.finished_at, row.batch_mates, row.exit_code))
+    return found
+
+
+def _failures(connection: Connection, ids: Sequence[int]) -> Counter[int]:
+    """How many failed attempts each of these requests has, since its batch was last retried."""
+    return Counter(
+        row.request_id
+        for part in _parts(sorted(ids))
+        for row in connection.execute(_ENDED_BADLY, {"ids": part, "outcome": AttemptOutcome.FAILED.value})
+    )
+
+
+def _serve(connection: Connection, served: Sequence[tuple[Any, Any]], served_from: ServedFrom, now: float) -> int:
+    """Give locked pending rows the results of others: (row, source with `source_id`, `source_status` and a result)."""
+    if not served:
+        return 0
+    attempts: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    by_status: dict[str, list[int]] = defaultdict(list)
+    sums: dict[int, Counter[str]] = defaultdict(Counter)
+    for row, source in served:
+        by_status[source.source_status].append(row.id)
+        sums[row.batch_id][f"{source.source_status}_requests"] += 1
+        attempts.append(
+            {
+                "request_id": row.id,
+                "number": row.attempt + 1,
+                "outcome": source.source_status,
+                "worker": NO_WORKER,
+                "error_code": source.error_code,
+                "error_message": source.error_message,
+                "served_from": served_from.value,
+                "source_request_id": source.source_id,
+                "claimed_at": now,
+                "finished_at": now,
+            }
+        )
+        results.append(
+            {
+                "request_id": row.id,
+                "batch_id": row.batch_id,
+                "status_code": source.status_code,
+                "response": source.response,
+                "error_code": source.error_code,
+                "error_message": source.error_message,
+                "finished_at": now,
+            }
+        )
+    for status, ids in by_status.items():
+        for part in _parts(sorted(ids)):
+            connection.execute(_SERVE, {"ids": part, "new_status": status})
+    insert_rows(connection, ATTEMPTS, attempts)
+    _put_results(connection, results, replaced=[row.id for row, _ in served if row.attempt])
+    for batch_id in sorted(sums):
+        _count(connection, batch_id, sums[batch_id])
+    return len(served)
+
+
+def _put_results(connection: Connection, rows: Sequence[Mapping[str, Any]], replaced: Sequence[int]) -> None:
+    """Write results. replaced: requests that may have an old one; it goes, so that followers see the new one as new."""
+    if replaced:
+        connection.execute(_DROP_RESULTS, {"ids": sorted(replaced)})
+    insert_rows(connection, RESULTS, rows)
+
+
+def _attempt(
+    row: Any, status: AttemptOutcome, worker: str, now: float, outcome: RequestOutcome | None = None
+) -> dict[str, Any]:
+    """The columns of an attempt at a locked running row. outcome: what was measured of it, if anything."""
+    values: dict[str, Any] = {
+        "request_id": row.id,
+        "number": row.attempt,
+        "outcome": status.value,
+        "worker": worker,
+        "queued_at": row.queued_at,
+        "claimed_at": row.claimed_at,
+        "finished_at": now,
+    }
+    if outcome is None:
+        return values
+    record = outcome.record
+    return values | {
+        "device": record.device,
+        "artifact_digest": record.artifact_digest,
+        "parameters": record.parameters,
+        "finish_reason": record.finish_reason,
+        "error_code": outcome.error_code,
+        "error_message": outcome.error_message,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "mean_batch_size": record.mean_batch_size,
+        "queue_s": record.queue_s,
+        "tokenize_s": record.tokenize_s,
+        "wait_s": record.wait_s,
+        "prefill_s": record.prefill_s,
+        "time_to_first_token_s": record.time_to_first_token_s,
+        "decode_s": record.decode_s,
+        "total_s": record.total_s,
+        "served_from": None if record.served_from is None else record.served_from.value,
+        "source_request_id": record.source_request_id,
+    }
+
+
+def _add_file(connection: Connection, file: NewFile | None, batch: Any, purpose: FilePurpose, now: float) -> int | None:
+    if file is None:
+        return None
+    values = {**asdict(file), "tenant": batch.tenant, "purpose": purpose.value, "created_at": now}
+    return int(connection.execute(insert(FILES).returning(FILES.c.id), values).scalar_one())
 
 
 def _count(
@@ -771,10 +1388,15 @@ def _count(
         raise IllegalMove(f"batch {batch_id} takes no more lines: it is {_batch_status(connection, batch_id)}")
 
 
-def _move_batch(connection: Connection, batch_id: int, to: BatchStatus, now: float, **values: Any) -> None:
+def _move_batch(
+    connection: Connection, batch_id: int, to: BatchStatus, *, since: BatchStatus | None = None, **values: Any
+) -> None:
+    """since: the one status to come from, where BATCH_MOVES allows several."""
+    allowed = BATCH_MOVES[to] if since is None else (since,)
+    assert set(allowed) <= set(BATCH_MOVES[to])
     moved = connection.execute(
         update(BATCHES)
-        .where(BATCHES.c.id == batch_id, BATCHES.c.status.in_([status.value for status in BATCH_MOVES[to]]))
+        .where(BATCHES.c.id == batch_id, BATCHES.c.status.in_([status.value for status in allowed]))
         .values(status=to.value, **values)
     )
     if _rowcount(moved) != 1:
@@ -788,10 +1410,19 @@ def _batch_status(connection: Connection, batch_id: int) -> BatchStatus:
     return BatchStatus(status)
 
 
-def _has_open_requests(connection: Connection, batch_id: int) -> bool:
+def _batch_for_update(connection: Connection, batch_id: int) -> Any:
+    row = connection.execute(select(BATCHES).where(BATCHES.c.id == batch_id).with_for_update()).first()
+    if row is None:
+        raise IllegalMove(f"there is no batch {batch_id}")
+    return row
+
+
+def has_open_requests(connection: Connection, batch_id: int, *, besides_duplicates: bool = False) -> bool:
+    """Whether a request of the batch is not final; besides_duplicates: one that does not just wait for its twin."""
+    kinds = (PENDING_FRESH, PENDING_DELAYED) if besides_duplicates else PENDING_KINDS
     waiting = (
-        select(REQUESTS.c.id).where(_is(status), REQUESTS.c.batch_id == batch_id).limit(1)
-        for status in (RequestStatus.PENDING, RequestStatus.QUEUED)
+        select(REQUESTS.c.id).where(kind, REQUESTS.c.batch_id == batch_id).limit(1)
+        for kind in (*kinds, _is(RequestStatus.QUEUED))
     )
     # Through the partial index of what runs, which is little: `+ 0` keeps SQLite from walking through the whole batch.
     running = select(REQUESTS.c.id).where(_is(RequestStatus.RUNNING), REQUESTS.c.batch_id + 0 == batch_id).limit(1)
@@ -799,13 +1430,11 @@ def _has_open_requests(connection: Connection, batch_id: int) -> bool:
 
 
 def _refusal(line: RefusedLine) -> str:
-    error = {
-        "message": line.error_message,
-        "type": "invalid_request_error",
-        "param": line.param,
-        "code": line.error_code,
-    }
-    return json.dumps({"error": error})
+    return _error_body(line.error_message, "invalid_request_error", line.param, line.error_code)
+
+
+def _error_body(message: str, kind: str, param: str | None, code: str) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def _parts(rows: Sequence[_Row]) -> list[Sequence[_Row]]:

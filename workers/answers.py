@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from jobs import protocol
 from jobs.protocol import Body, ChatBody, Choice, CompletionBody, Endpoint, TokenLogprob, Usage
 from storage.errors import InvalidRequest, PromptmillError
-from storage.models import RequestStatus
+from storage.models import RequestStatus, ServedFrom
+from storage.queries import StoredAnswer
 from storage.transitions import AttemptRecord, ClaimedRequest, RequestOutcome
 from workers.engine.request import Completion, GenerationRequest, SamplingParameters, TokenLogprobs
 from workers.tokenizer import StopStrings, Tokenizer
@@ -42,6 +43,8 @@ class PreparedRequest:
     claimed_at: float  # monotonic seconds
     tokenize_s: float
     parameters: str  # JSON, for the attempt's record
+    # Parameters as asked, JSON, of a request that is greedy or names its seed: asked again, it answers the same.
+    question: str | None = None
 
 
 def prepare(
@@ -92,6 +95,7 @@ def prepare(
         for choice, stop in enumerate(stops)
     )
     record = {**asdict(parameters), "logit_bias": dict(parameters.logit_bias), "stop": wanted.stop, "n": wanted.n}
+    is_deterministic = wanted.temperature == 0 or wanted.seed is not None
     return PreparedRequest(
         claimed=claimed,
         endpoint=endpoint,
@@ -100,6 +104,7 @@ def prepare(
         claimed_at=claimed_at,
         tokenize_s=time.monotonic() - started,
         parameters=protocol.dump_json(record),
+        question=protocol.dump_json({**record, "seed": wanted.seed}) if is_deterministic else None,
     )
 
 
@@ -171,6 +176,32 @@ def answer(
     )
 
 
+def serve_again(prepared: PreparedRequest, known: StoredAnswer, served: Served) -> RequestOutcome:
+    """Give a request the answer that an identical one has. Nothing is computed, and the attempt's record says so."""
+    claimed = prepared.claimed
+    return RequestOutcome(
+        request_id=claimed.id,
+        batch_id=claimed.batch_id,
+        attempt_number=claimed.attempt,
+        status=RequestStatus.COMPLETED,
+        status_code=200,
+        response=known.response,
+        record=AttemptRecord(
+            device=served.device,
+            artifact_digest=served.artifact_digest,
+            parameters=prepared.parameters,
+            finish_reason=known.finish_reason,
+            prompt_tokens=known.prompt_tokens,
+            completion_tokens=known.completion_tokens,
+            queue_s=_queue_s(claimed),
+            tokenize_s=prepared.tokenize_s,
+            total_s=time.monotonic() - prepared.claimed_at,
+            served_from=ServedFrom.CACHE,
+            source_request_id=known.request_id,
+        ),
+    )
+
+
 def refusal(claimed: ClaimedRequest, error: PromptmillError, served: Served) -> RequestOutcome:
     """Turn an error that is this request's own into its result."""
     return RequestOutcome(
@@ -182,9 +213,7 @@ def refusal(claimed: ClaimedRequest, error: PromptmillError, served: Served) -> 
         response=protocol.dump_json(protocol.render_error_body(error)),
         error_code=error.code,
         error_message=error.message,
-        record=AttemptRecord(
-            device=served.device, artifact_digest=served.artifact_digest, queue_s=_queue_s(claimed)
-        ),
+        record=AttemptRecord(device=served.device, artifact_digest=served.artifact_digest, queue_s=_queue_s(claimed)),
     )
 
 

@@ -80,5 +80,6 @@ class LeaseKeeper:
             gone = [(request_id, *self._held.pop(request_id)) for request_id in lost if request_id in self._held]
         for request_id, _, futures in gone:
             # One that is answered already is being recorded, or was just now: that is how most leave.
-            if any([future.cancel() for future in futures]):
+            cancelled = [future.cancel() for future in futures]
+            if any(cancelled):
                 log.warning("lease_lost", request=request_id)

@@ -3,15 +3,22 @@
 A chunk's task claims its requests, hands their prompts to the engine and waits: several chunks are in flight at once,
 and the engine batches across them. What it could not finish it hands back. When it returns, everything it claimed is
 final or back in the database's hands, and only then is the message acknowledged.
+
+The claim is what says that an attempt is in flight: it is committed before the model sees the prompt, so that whoever
+finds this process dead knows what it had in its hands. Requests in isolation, one of which may be the killer, are
+claimed only when nothing else is in hand, and nothing else is claimed beside them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import structlog
@@ -23,9 +30,10 @@ from jobs.settings import QueueSettings
 from storage import queries
 from storage.database import Database
 from storage.errors import PromptmillError, StorageError
-from storage.models import AttemptOutcome
-from storage.transitions import ClaimedRequest, RequestOutcome, claim_requests, release_requests
-from workers.answers import PreparedRequest, Served, answer, prepare, refusal
+from storage.queries import StoredAnswer
+from storage.retries import DEFAULT_LIMITS, RetryLimits
+from storage.transitions import ClaimedRequest, RequestOutcome, claim_requests, fail_requests, release_requests
+from workers.answers import PreparedRequest, Served, answer, prepare, refusal, serve_again
 from workers.engine.engine import Engine
 from workers.engine.request import Completion
 from workers.leases import LeaseKeeper
@@ -34,9 +42,51 @@ from workers.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-# An attempt that failed in a way another try may cure is repeated, but not for ever.
-MAX_ATTEMPTS = 3
 PREFIXES_KEPT = 64
+
+
+class Company:
+    """Who may be in this worker's hands at once: many chunks together, or one in isolation and nothing else."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._together = 0
+        self._is_alone = False
+        self._want_alone = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a chunk waits to run alone."""
+        with self._changed:
+            return self._want_alone > 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait while a chunk in isolation runs, or waits to run."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_alone and not self._want_alone)
+            self._together += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._together -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until nothing is in hand, and keep others out meanwhile."""
+        with self._changed:
+            self._want_alone += 1
+            self._changed.wait_for(lambda: not self._is_alone and not self._together)
+            self._want_alone -= 1
+            self._is_alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()
 
 
 @dataclass
@@ -52,6 +102,9 @@ class WorkerContext:
     served: Served
     recorder: Recorder
     leases: LeaseKeeper
+    limits: RetryLimits = DEFAULT_LIMITS
+    answer_cache: bool = False
+    company: Company = field(default_factory=Company)
     _prefixes: dict[int, str] = field(default_factory=dict)
     _prefixes_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,6 +143,19 @@ def register_tasks(context: WorkerContext) -> None:
 
 def run_requests(context: WorkerContext, request_ids: Sequence[int]) -> None:
     """Claim these requests, run those that were free, and record how each ended."""
+    with context.database.read() as connection:
+        isolated = queries.isolated_requests(connection, request_ids)
+    free = sorted(set(request_ids) - set(isolated))
+    if free:
+        with context.company.together():
+            _claim_and_run(context, free)
+    if isolated:
+        with context.company.alone():
+            log.info("isolation_begun", requests=len(isolated))
+            _claim_and_run(context, isolated)
+
+
+def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
     claimed_at = time.monotonic()
     now = context.database.now()
     claimed = context.database.retry(
@@ -118,7 +184,7 @@ def _run(
     """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way."""
     recorded: list[Future[bool]] = []
     released: dict[int, int] = {}
-    failed: dict[int, PromptmillError] = {}
+    failed: list[RequestOutcome] = []
 
     def record(outcome: RequestOutcome) -> None:
         recorded.append(context.recorder.record(outcome))
@@ -127,31 +193,54 @@ def _run(
     def fail(request: ClaimedRequest, error: PromptmillError) -> None:
         if error.code == "engine_closed":
             released[request.id] = request.attempt
-        elif error.retryable and request.attempt < MAX_ATTEMPTS:
-            failed[request.id] = error
+        elif error.retryable:
+            failed.append(refusal(request, error, context.served))
         else:
             record(refusal(request, error, context.served))
 
     running = 0
     finished: SimpleQueue[_Running] = SimpleQueue()  # an entry for each choice that ended
     prefixes = context.prefix_texts(claimed)
-    for request in claimed:
+    ready: list[PreparedRequest] = []
+
+    def submit(prepared: PreparedRequest) -> None:
+        nonlocal running
+        request = prepared.claimed
         try:
-            prefix = prefixes[request.prefix_id] if request.prefix_id is not None else ""
-            prepared = prepare(request, prefix, context.tokenizer, context.served, claimed_at)
             submitted_at = time.monotonic()
             futures = [context.engine.submit(generation) for generation in prepared.generations]
         except PromptmillError as error:
             fail(request, error)
-            continue
+            return
         except Exception as error:
             fail(request, _internal_error(request, error))
-            continue
+            return
         context.leases.watch(request.id, futures)
         entry = _Running(prepared, futures, submitted_at, unfinished=len(futures))
         running += 1
         for future in futures:
             future.add_done_callback(lambda _future, entry=entry: finished.put(entry))  # type: ignore[misc]
+
+    for request in claimed:
+        try:
+            prefix = prefixes[request.prefix_id] if request.prefix_id is not None else ""
+            prepared = prepare(request, prefix, context.tokenizer, context.served, claimed_at)
+        except PromptmillError as error:
+            fail(request, error)
+        except Exception as error:
+            fail(request, _internal_error(request, error))
+        else:
+            if context.answer_cache:
+                ready.append(prepared)  # all are looked up together
+            else:
+                submit(prepared)
+    for prepared, known in _look_up(context, ready):
+        if known is None:
+            submit(prepared)
+        else:
+            outcome = serve_again(prepared, known, context.served)
+            record(outcome)
+            _log_attempt(prepared.claimed, outcome)
 
     while running:
         entry = finished.get()
@@ -177,6 +266,8 @@ def _run(
         except Exception as error:
             fail(request, _internal_error(request, error))
         else:
+            if context.answer_cache:
+                outcome = replace(outcome, answer_key=_answer_key(entry.prepared, context.served))
             record(outcome)
             _log_attempt(request, outcome)
 
@@ -186,31 +277,51 @@ def _run(
 
 
 def _hand_back(
-    context: WorkerContext,
-    released: dict[int, int],
-    failed: dict[int, PromptmillError],
-    unrecorded: dict[int, int],
+    context: WorkerContext, released: dict[int, int], failed: Sequence[RequestOutcome], unrecorded: dict[int, int]
 ) -> None:
     """Return what this worker could not finish, for itself or another to try again."""
     if released:
         now = context.database.now()
-        context.database.retry(
-            lambda connection: release_requests(connection, released, worker=context.name, now=now)
-        )
+        context.database.retry(lambda connection: release_requests(connection, released, worker=context.name, now=now))
         log.info("requests_released", requests=len(released))
-    for request_id, error in failed.items():
+    if failed:
         now = context.database.now()
-        with context.database.write() as connection:
-            release_requests(
-                connection,
-                {request_id: unrecorded[request_id]},
-                worker=context.name,
-                now=now,
-                outcome=AttemptOutcome.FAILED,
-                error_code=error.code,
-                error_message=error.message,
+        again = context.database.retry(
+            lambda connection: fail_requests(connection, failed, worker=context.name, now=now, limits=context.limits)
+        )
+        for outcome in failed:
+            log.warning(
+                "attempt_failed",
+                request=outcome.request_id,
+                attempt=outcome.attempt_number,
+                is_tried_again=outcome.request_id in again,
+                code=outcome.error_code,
+                reason=outcome.error_message,
             )
-        log.warning("attempt_failed", request=request_id, code=error.code, reason=error.message)
+    for request_id in [*released, *(outcome.request_id for outcome in failed)]:
+        unrecorded.pop(request_id, None)
+
+
+def _look_up(
+    context: WorkerContext, ready: Sequence[PreparedRequest]
+) -> list[tuple[PreparedRequest, StoredAnswer | None]]:
+    """Each with the answer that an identical request of an earlier run has, if it is deterministic and there is one."""
+    keys = [_answer_key(prepared, context.served) for prepared in ready]
+    wanted = {key for key in keys if key is not None}
+    found: Mapping[str, StoredAnswer] = {}
+    if wanted:
+        with context.database.read() as connection:
+            found = queries.stored_answers(connection, wanted)
+    return [(prepared, found.get(key) if key else None) for prepared, key in zip(ready, keys, strict=True)]
+
+
+def _answer_key(prepared: PreparedRequest, served: Served) -> str | None:
+    """All that an answer depends on as one digest: artifact, endpoint, prompt token ids, parameters."""
+    if prepared.question is None:
+        return None
+    digest = hashlib.sha256(f"{served.artifact_digest}\n{prepared.endpoint}\n{prepared.question}\n".encode())
+    digest.update(array("q", prepared.generations[0].prompt_token_ids).tobytes())
+    return digest.hexdigest()
 
 
 def _top_up(context: WorkerContext) -> None:

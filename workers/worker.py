@@ -1,11 +1,12 @@
 """A worker process's life: register, load the model, warm up, consume, renew leases, drain, stop.
 
 It consumes nothing before the engine is warm. On SIGTERM (or when the process that started it is gone) it takes no
-more chunks, finishes what it can within `drain_s`, hands the rest back and leaves.
+more chunks, finishes what it can within `drain_s`, hands the rest back and leaves; a second SIGTERM ends the waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from jobs.settings import Settings
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
 from storage.models import WorkerStatus
+from storage.retries import RetryLimits
 from storage.transitions import NewWorker, register_worker, retire_worker, update_worker
 from workers.answers import Served
 from workers.engine.engine import Engine
@@ -41,6 +43,10 @@ SPARE_CHUNKS = 2
 PROGRESS_PAUSE_S = 0.25
 # After the grace budget, handing back must not take longer than this; then the process ends and the leases run out.
 HAND_BACK_S = 10.0
+# How often the engine's progress and the parent's life are looked at.
+WATCH_S = 1.0
+# The engine hangs or has died (EX_SOFTWARE).
+EXIT_ENGINE = 70
 
 
 def run_worker(settings: Settings, artifact_path: Path, model: str | None = None, parent_pid: int | None = None) -> int:
@@ -91,23 +97,11 @@ def _consume(
         context_length=engine.context_length,
         vocab_size=artifact.description.vocab_size,
     )
-    drain = _Drain(engine, settings.worker.drain_s)
-
-    def look_around() -> None:
-        if parent_pid is not None and os.getppid() != parent_pid:
-            log.warning("parent_gone", parent=parent_pid)
-            os.kill(os.getpid(), signal.SIGTERM)
-        status = engine.status()
-        age = time.monotonic() - status.last_step_at
-        if not status.is_alive and not drain.has_begun:
-            log.critical("engine_gone")
-            os._exit(70)
-        if status.running and age > settings.engine.watchdog_s:
-            # Native code that hangs cannot be interrupted; the leases run out and others take the requests.
-            log.critical("engine_stuck", seconds=round(age), limit=settings.engine.watchdog_s)
-            os._exit(70)
-
-    leases = LeaseKeeper(database, name, settings.worker.lease_s, look_around)
+    alive_file = settings.home / "run" / f"worker-{socket.gethostname()}-{os.getpid()}.alive"
+    alive_file.parent.mkdir(parents=True, exist_ok=True)
+    drain = _Drain(engine, settings.worker.drain_s, lambda: _say_draining(database, name))
+    watch = _Watch(engine, drain, settings.engine.watchdog_s, parent_pid)
+    leases = LeaseKeeper(database, name, settings.worker.lease_s, lambda: _touch(alive_file))
     with Recorder(database, name) as recorder:
         context = WorkerContext(
             name=name,
@@ -119,6 +113,8 @@ def _consume(
             served=served,
             recorder=recorder,
             leases=leases,
+            limits=RetryLimits(max_attempts=settings.worker.max_attempts, backoff_s=settings.worker.retry_backoff_s),
+            answer_cache=settings.worker.answer_cache,
         )
         register_tasks(context)
         worker = app.Worker(
@@ -151,6 +147,9 @@ def _consume(
             signals.worker_shutting_down.disconnect(drain.begin)
             engine.close()
     leases.close()
+    watch.close()
+    drain.settle()
+    alive_file.unlink(missing_ok=True)
     log.info("worker_stopped", exit_code=worker.exitcode or 0)
     return int(worker.exitcode or 0)
 
@@ -158,32 +157,92 @@ def _consume(
 class _Drain:
     """What happens between SIGTERM and the end: a grace budget, then what is unfinished is handed back."""
 
-    def __init__(self, engine: Engine, grace_s: float) -> None:
+    def __init__(self, engine: Engine, grace_s: float, announce: Callable[[], None]) -> None:
         self._engine = engine
         self._grace_s = grace_s
+        self._announcing = threading.Thread(target=announce, name="announce", daemon=True)  # the database may be away
         self._begun = threading.Event()
+        self._hurry = threading.Event()
 
     @property
     def has_begun(self) -> bool:
         return self._begun.is_set()
 
     def begin(self, **_: object) -> None:
-        """Called inside a signal handler: only start the thread that does the work."""
-        if not self._begun.is_set():
-            self._begun.set()
-            threading.Thread(target=self._run, name="drain", daemon=True).start()
+        """Called inside a signal handler: only start the thread that does the work. Called again: wait no longer."""
+        if self._begun.is_set():
+            self._hurry.set()
+            return
+        self._begun.set()
+        threading.Thread(target=self._run, name="drain", daemon=True).start()
+
+    def settle(self) -> None:
+        """What comes after must not be overwritten by a late announcement."""
+        if self._announcing.ident is not None:
+            self._announcing.join(HAND_BACK_S)
 
     def _run(self) -> None:
         log.info("worker_draining", grace_s=self._grace_s)
+        self._announcing.start()
         until = time.monotonic() + self._grace_s
         status = self._engine.status()
-        while time.monotonic() < until and (status.running or status.waiting):
-            time.sleep(0.05)
+        while time.monotonic() < until and not self._hurry.is_set() and (status.running or status.waiting):
+            self._hurry.wait(0.05)
             status = self._engine.status()
         self._engine.close()
         time.sleep(HAND_BACK_S)
         log.error("drain_overdue", seconds=HAND_BACK_S)
         os._exit(75)
+
+
+class _Watch:
+    """Looks at the engine and at the parent, whatever the database does meanwhile.
+
+    Native code that hangs cannot be interrupted: the process ends, whoever started it starts another, and its requests
+    go to others.
+    """
+
+    def __init__(self, engine: Engine, drain: _Drain, limit_s: float, parent_pid: int | None) -> None:
+        self._engine = engine
+        self._drain = drain
+        self._limit_s = limit_s
+        self._parent_pid = parent_pid
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(WATCH_S):
+            if self._parent_pid is not None and os.getppid() != self._parent_pid and not self._drain.has_begun:
+                log.warning("parent_gone", parent=self._parent_pid)
+                os.kill(os.getpid(), signal.SIGTERM)
+            status = self._engine.status()
+            if not status.is_alive and not self._drain.has_begun:
+                log.critical("engine_gone")
+                os._exit(EXIT_ENGINE)
+            age = time.monotonic() - status.last_step_at
+            if status.running and age > self._limit_s:
+                log.critical("engine_stuck", seconds=round(age), limit=self._limit_s)
+                os._exit(EXIT_ENGINE)
+
+
+def _touch(alive_file: Path) -> None:
+    """Leave a sign of life for a health check from outside. A full disk is no reason to stop renewing leases."""
+    with contextlib.suppress(OSError):
+        alive_file.touch()
+
+
+def _say_draining(database: Database, name: str) -> None:
+    """No more chunks are meant for this worker; dispatch then does not count it."""
+    try:
+        with database.write() as connection:
+            update_worker(connection, name, database.now(), status=WorkerStatus.DRAINING)
+    except StorageError as error:
+        log.warning("worker_not_updated", code=error.code, reason=error.message)
 
 
 def _progress(database: Database, name: str) -> Callable[[str, int, int], None]:

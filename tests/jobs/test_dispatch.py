@@ -10,14 +10,25 @@ from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.dispatch import LEAST_WINDOW, Fleet, plan_chunks, top_up, wants_more, window
+from jobs.dispatch import (
+    LEAST_WINDOW,
+    Candidate,
+    Fleet,
+    choose,
+    plan_chunks,
+    start_shares,
+    top_up,
+    wants_more,
+    window,
+)
 from jobs.queue import QueueError, make_app, queue_depth, waiting_ids
 from jobs.settings import QueueSettings, Settings
 from storage import queries, transitions
 from storage.database import Database
 from storage.models import RequestStatus, WorkerStatus
 from storage.queries import PendingRequest
-from storage.transitions import NewBatch, NewRequest, NewWorker
+from storage.retries import RetryLimits
+from storage.transitions import NewBatch, NewRequest, NewWorker, RequestOutcome
 
 NOW = 1_000_000.0
 MODEL = "tiny"
@@ -45,7 +56,7 @@ def test_a_top_up_is_worth_its_price_below_half_the_window() -> None:
 
 def test_prompts_with_one_prefix_travel_together() -> None:
     chunks = plan_chunks(pending(1, 2, 1, 2, None, 1), fleet=Fleet(1, 64), chunk_size=3)
-    assert chunks == [(1, 3, 6), (2, 4, 5)]
+    assert [[request.id for request in chunk] for chunk in chunks] == [[1, 3, 6], [2, 4, 5]]
 
 
 def test_one_worker_gets_full_chunks_to_the_end() -> None:
@@ -78,11 +89,74 @@ def test_every_request_is_planned_once_in_chunks_of_allowed_size(
     chunks = plan_chunks(
         pending(*prefix_ids), fleet=Fleet(workers, 64 * workers), chunk_size=chunk_size, remaining=remaining
     )
-    assert sorted(request_id for chunk in chunks for request_id in chunk) == list(range(1, len(prefix_ids) + 1))
+    assert sorted(request.id for chunk in chunks for request in chunk) == list(range(1, len(prefix_ids) + 1))
     assert all(1 <= len(chunk) <= chunk_size for chunk in chunks)
-    prefixes = [prefix_ids[request_id - 1] for chunk in chunks for request_id in chunk]
+    prefixes = [request.prefix_id for chunk in chunks for request in chunk]
     changes = sum(left != right for left, right in pairwise(prefixes))
     assert changes == max(0, len(set(prefixes)) - 1)
+
+
+def test_a_chunk_ends_before_it_has_too_many_tokens_but_a_long_prompt_still_travels() -> None:
+    requests = [
+        PendingRequest(id=n, line=n, prefix_id=None, estimated_tokens=t) for n, t in enumerate((40, 40, 40, 500, 1))
+    ]
+    chunks = plan_chunks(requests, fleet=Fleet(1, 64), chunk_size=32, chunk_tokens=100)
+    assert [[request.id for request in chunk] for chunk in chunks] == [[0, 1], [2], [3], [4]]
+
+
+def test_requests_in_isolation_travel_first_and_in_no_larger_company_than_they_may() -> None:
+    isolation = [None, 4, 4, 1, 4, None, 2]
+    requests = [PendingRequest(id=n, line=n, prefix_id=None, isolation=i) for n, i in enumerate(isolation)]
+    chunks = plan_chunks(requests, fleet=Fleet(1, 64), chunk_size=32)
+    assert [[request.id for request in chunk] for chunk in chunks] == [[1, 2, 4], [6], [3], [0, 5]]
+
+
+def candidate(batch_id: int, tenant: str = "a", **values: object) -> Candidate:
+    return Candidate(batch_id, tenant, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (candidate(9, is_interactive=True), candidate(1, priority=5, expires_at=NOW + 1, window_s=100)),
+        (candidate(9, expires_at=NOW + 20, window_s=100), candidate(1, priority=5)),
+        (candidate(9, expires_at=NOW + 10, window_s=100), candidate(1, expires_at=NOW + 20, window_s=100)),
+        (candidate(9, priority=1), candidate(1, expires_at=NOW + 21, window_s=100)),
+        (candidate(9, priority=1), candidate(1)),
+        (candidate(9, "poor"), candidate(1, "rich")),
+        (candidate(1), candidate(9)),
+    ],
+)
+def test_what_goes_before_what(better: Candidate, worse: Candidate) -> None:
+    """Interactive, then a deadline that is near, then priority, then the tenant that had least, then the oldest."""
+    assert choose([worse, better], {"rich": 100.0, "poor": 5.0}, NOW) is better
+
+
+def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
+    assert start_shares({"a": 500.0, "b": 700.0, "c": 3.0}, ["a", "b", "c"], ["a", "b"]) == {
+        "a": 500,
+        "b": 700,
+        "c": 500,
+    }
+    assert start_shares({"a": 500.0, "c": 3.0}, ["a", "c"], []) == {"a": 500.0, "c": 500.0}
+    assert start_shares({}, [], []) == {}
+
+
+@given(
+    weights=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    tokens=st.lists(st.integers(1, 400), min_size=4, max_size=4),
+)
+def test_tenants_that_wait_get_tokens_in_proportion_to_their_weights(weights: list[int], tokens: list[int]) -> None:
+    names = [f"t{n}" for n in range(len(weights))]
+    used, served = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    candidates = [candidate(n, name) for n, name in enumerate(names)]
+    for _ in range(400):
+        chosen = choose(candidates, used, NOW)
+        size = tokens[chosen.batch_id]
+        served[chosen.tenant] += size
+        used[chosen.tenant] += size / weights[chosen.batch_id]
+    shares = [served[name] / weight for name, weight in zip(names, weights, strict=True)]
+    assert max(shares) - min(shares) <= 2 * max(tokens)  # within two chunks, whatever the chunks' sizes
 
 
 # --- carrying it out ---------------------------------------------------------------------------------------------
@@ -163,6 +237,58 @@ def test_a_batch_that_is_being_cancelled_sends_nothing(database: Database, app: 
     with database.write() as connection:
         transitions.cancel_batch(connection, batch_id, NOW)
     assert top_up(database, app, settings.queue, NOW) == 0
+
+
+def test_a_paused_batch_sends_nothing_and_goes_on_when_resumed(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    batch_id = make_batch(database, 10)
+    with database.write() as connection:
+        transitions.pause_batch(connection, batch_id, NOW)
+    assert top_up(database, app, settings.queue, NOW) == 0
+    with database.write() as connection:
+        transitions.resume_batch(connection, batch_id, NOW)
+    assert top_up(database, app, settings.queue, NOW) == 10
+
+
+def test_a_failed_request_waits_for_its_pause(database: Database, app: Celery, settings: Settings) -> None:
+    make_batch(database, 1)
+    top_up(database, app, settings.queue, NOW)
+    with database.write() as connection:
+        (held,) = transitions.claim_requests(connection, [1], worker="w", lease_s=60, now=NOW)
+        failed = RequestOutcome(held.id, held.batch_id, held.attempt, RequestStatus.FAILED, 500, None, "oom")
+        limits = RetryLimits(backoff_s=5.0)
+        transitions.fail_requests(connection, [failed], worker="w", now=NOW, limits=limits)
+    assert top_up(database, app, settings.queue, NOW + 4) == 0
+    assert top_up(database, app, settings.queue, NOW + 5) == 1
+
+
+def test_two_tenants_share_the_window_by_weight(database: Database, app: Celery, settings: Settings) -> None:
+    ids = {}
+    for tenant, weight in (("big", 3.0), ("small", 1.0)):
+        with database.write() as connection:
+            transitions.set_tenant(connection, tenant, weight)
+            new = NewBatch(f"batch_{tenant}", tenant, "/v1/chat/completions", MODEL, tenant=tenant)
+            ids[tenant] = transitions.create_batch(connection, new, NOW)
+            lines = [NewRequest(line, None, "{}", estimated_tokens=100) for line in range(1, 1001)]
+            transitions.add_requests(connection, ids[tenant], lines)
+            transitions.start_batch(connection, ids[tenant], NOW)
+    assert top_up(database, app, settings.queue, NOW) == LEAST_WINDOW
+    assert (queued(database, ids["big"]), queued(database, ids["small"])) == (192, 64)
+
+
+def test_interactive_requests_travel_alone_on_their_own_queue(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_batch(database, 100)
+    with database.write() as connection:
+        new = NewBatch("batch_i", "i", "/v1/chat/completions", MODEL, is_interactive=True)
+        batch_id = transitions.create_batch(connection, new, NOW)
+        transitions.add_requests(connection, batch_id, [NewRequest(line, None, "{}") for line in (1, 2, 3)])
+        transitions.start_batch(connection, batch_id, NOW)
+    top_up(database, app, settings.queue, NOW)
+    depth = queue_depth(app, MODEL)
+    assert (depth.interactive, depth.bulk) == (3, 4)
 
 
 def test_publishing_that_fails_leaves_the_requests_pending(database: Database, settings: Settings) -> None:

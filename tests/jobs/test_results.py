@@ -57,6 +57,7 @@ def finished_batch(database: Database, folder: Path, lines: int = 4, *, failing:
                 now=database.now(),
             )
         transitions.finish_batches(connection, database.now())
+        transitions.publish_batch(connection, batch_id, database.now(), output=None, errors=None)
     return batch_id
 
 
@@ -95,7 +96,7 @@ def test_lines_that_never_ran_say_so(database: Database, tmp_path: Path) -> None
         batch_id = submit(database, source, InputOptions(model="smol")).batch.id
     with database.write() as connection:
         transitions.cancel_batch(connection, batch_id, database.now())
-        transitions.cancel_requests(connection, batch_id, database.now())
+        transitions.end_requests(connection, batch_id, database.now())
     written = write_results(database, batch_id, tmp_path / "out.jsonl")
     (line,) = read_lines(tmp_path / "out.errors.jsonl")
     assert written.output_lines == 0

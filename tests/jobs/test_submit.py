@@ -13,7 +13,7 @@ from jobs import submit as submit_module
 from jobs.inputs import InputOptions
 from jobs.protocol import Endpoint, GenerationBody, load_body
 from jobs.source import InputError, open_source
-from jobs.submit import BatchOptions, Submission, SubmitProgress, submit
+from jobs.submit import BatchOptions, Submission, SubmitProgress, estimate_tokens, submit
 from jobs.template import PromptTemplate
 from storage import queries, transitions
 from storage.database import Database
@@ -183,8 +183,8 @@ def test_a_batch_whose_every_line_is_refused_is_finished_at_once(database: Datab
     path = path.with_suffix(".jsonl")
     path.write_text("no json\n")
     batch = send(database, path).batch
-    assert (batch.status, batch.failed_requests) == (BatchStatus.COMPLETED, 1)
-    assert send(database, path).was_finished
+    assert (batch.status, batch.failed_requests) == (BatchStatus.FINALIZING, 1)
+    assert send(database, path).batch.id == batch.id
 
 
 def test_a_cancelled_batch_is_not_found_again(database: Database, path: Path) -> None:
@@ -229,3 +229,111 @@ def test_bulk_goes_in_fast_enough(sqlite_database: Database, path: Path) -> None
     assert took_s < 4.0 * 2
     with sqlite_database.read() as connection:
         assert queries.count_requests(connection, submission.batch.id) == {RequestStatus.PENDING: 20_000}
+
+
+# --- one answer for one question ---------------------------------------------------------------------------------
+
+
+def answer_all(database: Database, batch_id: int, failing: tuple[str, ...] = ()) -> list[str]:
+    """Be the worker, then end the batch. Returns the custom ids that had to be computed."""
+    with database.write() as connection:
+        ids = [request.id for request in queries.next_pending(connection, batch_id, 100)]
+        transitions.queue_requests(connection, ids, database.now())
+        held = transitions.claim_requests(connection, ids, worker="w", lease_s=60, now=database.now())
+        outcomes = [
+            transitions.RequestOutcome(
+                request.id,
+                batch_id,
+                request.attempt,
+                RequestStatus.FAILED if request.custom_id in failing else RequestStatus.COMPLETED,
+                500 if request.custom_id in failing else 200,
+                f'{{"to":"{request.custom_id}"}}',
+            )
+            for request in held
+        ]
+        transitions.record_outcomes(connection, outcomes, worker="w", now=database.now())
+        transitions.finish_batches(connection, database.now())
+        transitions.publish_batch(connection, batch_id, database.now(), output=None, errors=None)
+    return [str(request.custom_id) for request in held]
+
+
+def write_lines(path: Path, lines: dict[str, str], **fields: object) -> Path:
+    path = path.with_suffix(".jsonl")
+    path.write_text("\n".join(json.dumps({"custom_id": i, "prompt": text, **fields}) for i, text in lines.items()))
+    return path
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_job_sent_again_pays_only_for_lines_that_are_new_changed_or_failed(database: Database, path: Path) -> None:
+    job = BatchOptions(name="handbook")
+    path = write_lines(path, {"a": "one", "b": "two", "c": "three", "d": "four"})
+    first = send(database, path, batch_options=job)
+    assert answer_all(database, first.batch.id, failing=("d",)) == ["a", "b", "c", "d"]
+    write_lines(path, {"new": "zero", "a": "one", "b": "changed", "c": "three", "d": "four"})
+    second = send(database, path, batch_options=job)
+    assert (second.batch.total_requests, second.batch.completed_requests) == (5, 2)
+    assert answer_all(database, second.batch.id) == ["new", "b", "d"]
+    third = send(database, path, batch_options=job)
+    assert third.was_finished  # nothing failed: it is the same batch
+    other_model = send(database, path, batch_options=BatchOptions(name="handbook", artifact_digest="other"))
+    assert other_model.batch.completed_requests == 0
+
+
+def test_a_job_with_failed_lines_sent_again_unchanged_runs_those(database: Database, path: Path) -> None:
+    job = BatchOptions(name="handbook")
+    path = write_lines(path, {"a": "one", "b": "two"})
+    first = send(database, path, batch_options=job)
+    answer_all(database, first.batch.id, failing=("b",))
+    second = send(database, path, batch_options=job)
+    assert second.batch.id != first.batch.id
+    assert answer_all(database, second.batch.id) == ["b"]
+
+
+def test_without_a_name_nothing_is_taken_from_other_batches(database: Database, path: Path) -> None:
+    path = write_lines(path, {"a": "one"})
+    answer_all(database, send(database, path).batch.id)
+    write_lines(path, {"a": "one", "b": "two"})
+    assert send(database, path).batch.completed_requests == 0
+
+
+def test_one_idempotency_key_is_one_batch(database: Database, path: Path) -> None:
+    keyed = BatchOptions(idempotency_key="k1")
+    path.write_text("one\n")
+    first = send(database, path, batch_options=keyed)
+    assert send(database, path, batch_options=keyed).batch.id == first.batch.id
+    assert send(database, path, batch_options=BatchOptions(idempotency_key="k2")).batch.id != first.batch.id
+    path.write_text("another\n")
+    with pytest.raises(InputError, match="'k1' stands for another input") as caught:
+        send(database, path, batch_options=keyed)
+    assert caught.value.code == "idempotency_key_reused"
+
+
+def test_the_same_input_means_the_same_batch_only_within_its_window(database: Database, path: Path) -> None:
+    path.write_text("one\n")
+    first = send(database, path)
+    assert send(database, path, batch_options=BatchOptions(same_within_s=60.0)).batch.id == first.batch.id
+    assert send(database, path, batch_options=BatchOptions(same_within_s=0.0)).batch.id != first.batch.id
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_deterministic_lines_that_ask_the_same_wait_for_one_answer(database: Database, path: Path) -> None:
+    lines = {"a": "one", "b": "two", "c": "one", "d": "three", "e": "one"}
+    greedy = send(database, write_lines(path, lines, temperature=0))
+    assert answer_all(database, greedy.batch.id) == ["a", "b", "d"]
+    assert [row.response for row in queries.results_in_order(database, greedy.batch.id)] == [
+        '{"to":"a"}',
+        '{"to":"b"}',
+        '{"to":"a"}',
+        '{"to":"d"}',
+        '{"to":"a"}',
+    ]
+    sampled = send(database, write_lines(path, lines))
+    assert answer_all(database, sampled.batch.id) == ["a", "b", "c", "d", "e"]
+    each = BatchOptions(shares_duplicates=False, tenant="other")
+    apart = send(database, write_lines(path, lines, temperature=0), batch_options=each)
+    assert answer_all(database, apart.batch.id) == ["a", "b", "c", "d", "e"]
+
+
+def test_tokens_are_estimated_from_text_and_bound() -> None:
+    assert estimate_tokens('{"prompt":"' + "x" * 388 + '"}') == 100 + 256
+    assert estimate_tokens('{"prompt":"say \\"max_tokens\\":9","max_tokens":5}', 400) == 117

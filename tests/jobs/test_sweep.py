@@ -111,14 +111,68 @@ def test_cancelled_requests_are_ended_and_the_batch_with_them(
     sweep(database, app, settings, NOW)
     with database.write() as connection:
         transitions.cancel_batch(connection, batch_id, NOW)
-    assert sweep(database, app, settings, NOW) == Swept(cancelled=5000, finished_batches=1)
+    assert sweep(database, app, settings, NOW) == Swept(ended=5000, finished_batches=1)
     assert status(database, batch_id) is BatchStatus.CANCELLED
     assert counts(database, batch_id) == {RequestStatus.CANCELLED: 5000}
+
+
+def test_a_finished_batch_gets_its_files_with_its_status(database: Database, app: Celery, settings: Settings) -> None:
+    batch_id = make_batch(database, 3)
+    sweep(database, app, settings, NOW)
+    run_all(database, app)
+    assert sweep(database, app, settings, NOW).finished_batches == 1
+    with database.read() as connection:
+        batch = queries.find_batch_by_id(connection, batch_id)
+        assert batch is not None
+        assert (batch.status, batch.error_file_id) == (BatchStatus.COMPLETED, None)
+        assert batch.output_file_id is not None
+        file = queries.find_file(connection, batch.output_file_id)
+    assert file is not None
+    content = (settings.files_dir / file.path).read_bytes()
+    assert (file.lines, file.bytes, content.count(b"\n")) == (3, len(content), 3)
+    assert [path.name for path in settings.files_dir.iterdir()] == [file.path]
+
+
+def test_a_batch_past_its_deadline_expires_with_what_it_has(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    batch_id = make_batch(database, 300)
+    sweep(database, app, settings, NOW)
+    run_all(database, app)
+    with database.write() as connection:
+        transitions.prioritise_batch(connection, batch_id, expires_at=NOW + 10)
+    swept = sweep(database, app, settings, NOW + 10)
+    assert swept == Swept(ended=44, expired_batches=1, finished_batches=1)
+    assert status(database, batch_id) is BatchStatus.EXPIRED
+    assert counts(database, batch_id) == {RequestStatus.COMPLETED: 256, RequestStatus.EXPIRED: 44}
+
+
+def test_twins_left_over_are_answered_when_nothing_else_is_open(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    """All lines of a job the same: one computation, and its transaction does not answer a million others."""
+    with database.write() as connection:
+        batch_id = transitions.create_batch(connection, NewBatch("batch_1", "f", "/v1/completions", "tiny"), NOW)
+        lines = [NewRequest(line, None, "{}", same_as=None if line == 1 else 1) for line in range(1, 4502)]
+        transitions.add_requests(connection, batch_id, lines)
+        transitions.start_batch(connection, batch_id, NOW)
+    assert sweep(database, app, settings, NOW) == Swept(queued=1)
+    run_all(database, app)
+    assert sweep(database, app, settings, NOW) == Swept(answered_duplicates=2500, finished_batches=1)
+    assert counts(database, batch_id) == {RequestStatus.COMPLETED: 4501}
+
+
+def test_with_no_batch_open_a_pass_is_one_read(database: Database, settings: Settings) -> None:
+    away = make_app(QueueSettings(url="redis://127.0.0.1:1/0"))
+    with database.write():  # on SQLite nobody else could write now
+        assert sweep(database, away, settings, NOW) == Swept()
+    away.close()
 
 
 def test_without_redis_the_databases_part_is_done(database: Database, settings: Settings) -> None:
     batch_id = make_batch(database, 3)
     with database.write() as connection:
+        transitions.queue_requests(connection, [1, 2, 3], NOW)
         transitions.claim_requests(connection, [1, 2, 3], worker="dead", lease_s=60, now=NOW)
     away = make_app(QueueSettings(url="redis://127.0.0.1:1/0"))
     assert sweep(database, away, settings, NOW + 61) == Swept(expired_leases=3)

@@ -36,7 +36,9 @@ def run(database: Database, batch_id: int, records: dict[int, AttemptRecord | st
     """Record lines: completed with that record, or failed with that error code."""
     with database.write() as connection:
         ids = {request.line: request.id for request in queries.next_pending(connection, batch_id, 10_000)}
-        held = transitions.claim_requests(connection, [ids[line] for line in records], worker="w", lease_s=60, now=now)
+        wanted = [ids[line] for line in records]
+        transitions.queue_requests(connection, wanted, now)
+        held = transitions.claim_requests(connection, wanted, worker="w", lease_s=60, now=now)
         outcomes = []
         for claimed in held:
             record = records[claimed.line]
@@ -143,6 +145,7 @@ def test_a_dead_workers_requests_can_be_taken_from_it_at_once(database: Database
     batch_id = make_batch(database, 3)
     with database.write() as connection:
         ids = [request.id for request in queries.next_pending(connection, batch_id, 3)]
+        transitions.queue_requests(connection, ids, NOW)
         transitions.claim_requests(connection, ids[:2], worker="dead", lease_s=60, now=NOW)
         transitions.claim_requests(connection, ids[2:], worker="alive", lease_s=60, now=NOW)
         assert sorted(transitions.abandon_worker(connection, "dead", NOW)) == ids[:2]
@@ -188,15 +191,26 @@ def test_no_statement_of_everyday_work_walks_through_a_table(sqlite_database: Da
         with database.write() as connection:
             transitions.finish_batches(connection, NOW)
             transitions.cancel_batch(connection, batch_id, NOW)
-            transitions.cancel_requests(connection, batch_id, NOW)
-            transitions.finish_batches(connection, NOW)
+            transitions.end_requests(connection, batch_id, NOW)
+            transitions.publish_batch(connection, batch_id, NOW, output=None, errors=None)
+            transitions.retry_batch(connection, batch_id, NOW)
+            transitions.pause_batch(connection, batch_id, NOW)
+            transitions.resume_batch(connection, batch_id, NOW)
+            transitions.prioritise_batch(connection, batch_id, priority=3)
+            transitions.expire_batches(connection, NOW)
+            transitions.answer_duplicates(connection, batch_id, NOW)
         with database.read() as connection:
-            queries.dispatched_batches(connection)
-            queries.queued_by_model(connection)
-            queries.has_pending(connection, batch_id)
+            queries.batches_at_work(connection, NOW)
+            queries.queued_counts(connection)
+            queries.waiting_tenants(connection)
+            queries.has_pending(connection, batch_id, NOW)
+            queries.has_waiting(connection, batch_id)
+            queries.has_stalled_duplicates(connection, batch_id)
+            queries.isolated_requests(connection, ids)
             queries.queued_before(connection, NOW, 10)
             queries.overdue_leases(connection, NOW)
-            queries.finishable_batches(connection)
+            queries.unfinished_batches(connection)
+            queries.has_finishable_batch(connection)
             queries.find_batch_by_id(connection, batch_id)
             queries.last_submitted_line(connection, batch_id)
             queries.results_after(connection, batch_id, 0)
@@ -211,11 +225,24 @@ def test_no_statement_of_everyday_work_walks_through_a_table(sqlite_database: Da
                     assert any(index in step for index in in_hand), (step, statement)
 
 
-@pytest.mark.parametrize("status", [RequestStatus.PENDING, RequestStatus.QUEUED, RequestStatus.RUNNING])
-def test_looking_for_open_requests_reads_only_those(sqlite_database: Database, status: RequestStatus) -> None:
+@pytest.mark.parametrize(
+    ("status", "indexes"),
+    [
+        (RequestStatus.PENDING, ["ix_requests_pending", "ix_requests_delayed", "ix_requests_same"]),
+        (RequestStatus.QUEUED, ["ix_requests_queued"]),
+        (RequestStatus.RUNNING, ["ix_requests_running"]),
+    ],
+)
+def test_looking_for_open_requests_reads_only_those(
+    sqlite_database: Database, status: RequestStatus, indexes: list[str]
+) -> None:
     """Finishing a batch asks this each time it looks; by the batch's own index it would read the whole batch."""
     with statements_of(sqlite_database) as seen, sqlite_database.read() as connection:
-        transitions._has_open_requests(connection, 1)
-        (statement,) = (s for s in seen if f"status = '{status.value}'" in s)
-        steps = [r[3] for r in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", seen[statement])]
-    assert any(f"ix_requests_{status.value}" in step for step in steps), steps
+        transitions.has_open_requests(connection, 1)
+        steps = [
+            row[3]
+            for statement in seen
+            if f"status = '{status.value}'" in statement
+            for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", seen[statement])
+        ]
+    assert [step.split(" INDEX ")[1].split()[0] for step in steps] == indexes

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from sqlalchemy import select, text
+from sqlalchemy import select
 
 from storage import queries, transitions
 from storage.database import Database
 from storage.models import BatchStatus, RequestStatus, WorkerStatus
 from storage.transitions import (
-    ATTEMPTS,
     REQUESTS,
-    RESULTS,
     AttemptRecord,
     ClaimedRequest,
     IllegalMove,
     NewBatch,
+    NewFile,
     NewRequest,
     NewWorker,
     RefusedLine,
@@ -51,7 +46,10 @@ def make_batch(database: Database, lines: int, *, start: bool = True, batch: New
 
 
 def claim(database: Database, ids: list[int], worker: str = "w1", now: float = NOW) -> list[ClaimedRequest]:
+    """Sweep, queue what is pending, and claim."""
     with database.write() as connection:
+        transitions.expire_leases(connection, now)
+        transitions.queue_requests(connection, ids, now)
         return transitions.claim_requests(connection, ids, worker=worker, lease_s=LEASE_S, now=now)
 
 
@@ -73,6 +71,12 @@ def outcome(claimed: ClaimedRequest, status: RequestStatus = RequestStatus.COMPL
 def record(database: Database, outcomes: list[RequestOutcome], worker: str = "w1", now: float = NOW) -> list[int]:
     with database.write() as connection:
         return transitions.record_outcomes(connection, outcomes, worker=worker, now=now)
+
+
+def publish(database: Database, batch_id: int, now: float = NOW) -> bool:
+    with database.write() as connection:
+        transitions.finish_batches(connection, now)
+        return transitions.publish_batch(connection, batch_id, now, output=None, errors=None)
 
 
 def get_batch(database: Database, batch_id: int) -> queries.BatchRow:
@@ -127,7 +131,18 @@ def test_a_request_goes_from_its_line_to_its_result(database: Database) -> None:
     with database.write() as connection:
         assert transitions.finish_batches(connection, NOW + 4) == [batch_id]
     batch = get_batch(database, batch_id)
-    assert (batch.status, batch.finalizing_at, batch.completed_at) == (BatchStatus.COMPLETED, NOW + 4, NOW + 4)
+    assert (batch.status, batch.finalizing_at, batch.completed_at) == (BatchStatus.FINALIZING, NOW + 4, None)
+    output = NewFile("file-1", "out.jsonl", "batch_1.jsonl", bytes=10, lines=1)
+    with database.write() as connection:
+        assert transitions.publish_batch(connection, batch_id, NOW + 5, output=output, errors=None)
+        assert not transitions.publish_batch(connection, batch_id, NOW + 6, output=output, errors=None)
+    batch = get_batch(database, batch_id)
+    assert (batch.status, batch.completed_at, batch.error_file_id) == (BatchStatus.COMPLETED, NOW + 5, None)
+    assert batch.output_file_id is not None
+    with database.read() as connection:
+        file = queries.find_file(connection, batch.output_file_id)
+    assert file is not None
+    assert (file.public_id, file.purpose, file.tenant, file.lines) == ("file-1", "batch_output", "default", 1)
 
 
 def test_an_interrupted_submission_can_be_repeated(database: Database) -> None:
@@ -167,13 +182,13 @@ def test_a_refused_line_has_its_result_at_once(database: Database) -> None:
     )
 
 
-def test_a_batch_without_a_line_to_run_is_finished_when_it_starts(database: Database) -> None:
+def test_a_batch_without_a_line_to_run_waits_only_for_its_files(database: Database) -> None:
     batch_id, _ = make_batch(database, 0, start=False)
     with database.write() as connection:
         transitions.refuse_lines(connection, batch_id, [RefusedLine(1, None, "invalid_json", "broken")], NOW)
         transitions.start_batch(connection, batch_id, NOW + 1)
     batch = get_batch(database, batch_id)
-    assert (batch.status, batch.in_progress_at, batch.completed_at) == (BatchStatus.COMPLETED, NOW + 1, NOW + 1)
+    assert (batch.status, batch.in_progress_at, batch.completed_at) == (BatchStatus.FINALIZING, NOW + 1, None)
 
 
 def test_characters_that_no_database_stores_do_not_stop_a_submission(database: Database) -> None:
@@ -327,6 +342,8 @@ def test_renewing_tells_what_was_lost(database: Database) -> None:
     """The worker then stops computing what somebody else computes now."""
     _, ids = make_batch(database, 2)
     held = {claimed.id: claimed.attempt for claimed in claim(database, ids, "w1")}
+    with database.write() as connection:
+        transitions.renew_leases(connection, {ids[1]: 1}, worker="w1", lease_s=LEASE_S, now=NOW + 50)
     claim(database, ids[:1], "w2", now=NOW + LEASE_S + 1)
     with database.write() as connection:
         lost = transitions.renew_leases(connection, held, worker="w1", lease_s=LEASE_S, now=NOW + LEASE_S + 2)
@@ -421,18 +438,19 @@ def test_cancelling_keeps_what_is_done_and_ends_the_rest(database: Database) -> 
     record(database, [outcome(done)])
     with database.write() as connection:
         transitions.queue_requests(connection, ids[2:3], NOW)
+        assert not transitions.end_requests(connection, batch_id, NOW)
         assert transitions.cancel_batch(connection, batch_id, NOW + 1)
         assert not transitions.cancel_batch(connection, batch_id, NOW + 1)
     assert claim(database, ids, "w2") == []
     with database.write() as connection:
         assert transitions.queue_requests(connection, ids, NOW + 1) == []
-        assert transitions.cancel_requests(connection, batch_id, NOW + 1, limit=2) == 2
-        assert transitions.cancel_requests(connection, batch_id, NOW + 1) == 1
-        assert transitions.cancel_requests(connection, batch_id, NOW + 1) == 0
-        assert transitions.finish_batches(connection, NOW + 1) == []  # one is still running
+        assert transitions.end_requests(connection, batch_id, NOW + 1, limit=2) == 2
+        assert transitions.end_requests(connection, batch_id, NOW + 1) == 1
+        assert transitions.end_requests(connection, batch_id, NOW + 1) == 0
+    with pytest.raises(IllegalMove, match="open requests"), database.write() as connection:
+        transitions.publish_batch(connection, batch_id, NOW + 1, output=None, errors=None)
     assert record(database, [outcome(running)]) == [running.id]
-    with database.write() as connection:
-        assert transitions.finish_batches(connection, NOW + 2) == [batch_id]
+    publish(database, batch_id, NOW + 2)
     batch = get_batch(database, batch_id)
     assert (batch.status, batch.completed_requests, batch.cancelled_at) == (BatchStatus.CANCELLED, 2, NOW + 2)
     results = list(queries.results_in_order(database, batch_id))
@@ -442,6 +460,7 @@ def test_cancelling_keeps_what_is_done_and_ends_the_rest(database: Database) -> 
 
 def test_a_finished_batch_cannot_be_cancelled(database: Database) -> None:
     batch_id, _ = make_batch(database, 0)
+    publish(database, batch_id)
     with pytest.raises(IllegalMove, match="is completed"), database.write() as connection:
         transitions.cancel_batch(connection, batch_id, NOW)
 
@@ -476,169 +495,3 @@ def test_a_worker_is_live_from_ready_until_it_stops_or_falls_silent(database: Da
         transitions.register_worker(connection, NewWorker("cpu@host-1", "host", 1, "tiny"), NOW + 300)
         (again,) = queries.list_workers(connection, since=NOW)
         assert (again.status, again.stopped_at) == (WorkerStatus.STARTING, None)
-
-
-# --- whatever the order ------------------------------------------------------------------------------------------
-
-LINES = 8
-WORKERS = ("w1", "w2", "w3")
-some_lines = st.sets(st.integers(0, LINES - 1), min_size=1)
-some_worker = st.sampled_from(WORKERS)
-
-
-class Interleavings(RuleBasedStateMachine):
-    """Workers that claim, renew, report, hand back, go silent and come back, in any order, on one batch."""
-
-    def __init__(self, database: Database) -> None:
-        super().__init__()
-        self.database = database
-        with database.write() as connection:
-            for table in ("attempts", "results", "requests", "batches"):
-                connection.execute(text(f"DELETE FROM {table}"))
-        self.batch_id, self.ids = make_batch(database, LINES)
-        self.now = NOW
-        # All that each worker ever held and has not given up by itself: it may believe in it for ever.
-        self.believed: dict[str, list[ClaimedRequest]] = {worker: [] for worker in WORKERS}
-        self.recorded: dict[int, str] = {}
-
-    @rule(lines=some_lines)
-    def queue(self, lines: set[int]) -> None:
-        with self.database.write() as connection:
-            transitions.queue_requests(connection, [self.ids[line] for line in lines], self.now)
-
-    @rule(lines=some_lines)
-    def unqueue(self, lines: set[int]) -> None:
-        with self.database.write() as connection:
-            transitions.unqueue_requests(connection, [self.ids[line] for line in lines])
-
-    @rule(lines=some_lines, worker=some_worker)
-    def deliver(self, lines: set[int], worker: str) -> None:
-        self.believed[worker] += claim(self.database, [self.ids[line] for line in lines], worker, self.now)
-
-    @rule(worker=some_worker, data=st.data())
-    def report(self, worker: str, data: st.DataObject) -> None:
-        believed = self.believed[worker]
-        if not believed:
-            return
-        chosen = data.draw(st.lists(st.sampled_from(believed), min_size=1, unique_by=lambda c: (c.id, c.attempt)))
-        status = data.draw(st.sampled_from([RequestStatus.COMPLETED, RequestStatus.FAILED]))
-        for request_id in record(self.database, [outcome(c, status) for c in chosen], worker, self.now):
-            assert request_id not in self.recorded
-            self.recorded[request_id] = status.value
-
-    @rule(worker=some_worker)
-    def renew(self, worker: str) -> None:
-        held = {claimed.id: claimed.attempt for claimed in self.believed[worker]}
-        with self.database.write() as connection:
-            lost = transitions.renew_leases(connection, held, worker=worker, lease_s=LEASE_S, now=self.now)
-        assert lost >= set(held) & set(self.recorded)
-
-    @rule(worker=some_worker)
-    def hand_back(self, worker: str) -> None:
-        held = {claimed.id: claimed.attempt for claimed in self.believed[worker]}
-        with self.database.write() as connection:
-            released = transitions.release_requests(connection, held, worker=worker, now=self.now)
-        assert not set(released) & set(self.recorded)
-        self.believed[worker] = []
-
-    @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule()
-    def sweep(self) -> None:
-        with self.database.write() as connection:
-            transitions.expire_leases(connection, self.now)
-            transitions.finish_batches(connection, self.now)
-
-    @rule()
-    def cancel(self) -> None:
-        if self.now < NOW + 200:  # late, so that most runs get somewhere
-            return
-        with self.database.write() as connection:
-            if get_batch(self.database, self.batch_id).status is BatchStatus.IN_PROGRESS:
-                transitions.cancel_batch(connection, self.batch_id, self.now)
-            transitions.cancel_requests(connection, self.batch_id, self.now)
-
-    @invariant()
-    def every_request_has_one_result_exactly_when_it_is_final(self) -> None:
-        with self.database.read() as connection:
-            requests = connection.execute(select(REQUESTS).where(REQUESTS.c.batch_id == self.batch_id)).all()
-            results = Counter(connection.execute(select(RESULTS.c.request_id)).scalars())
-            tries = connection.execute(select(ATTEMPTS.c.request_id, ATTEMPTS.c.number, ATTEMPTS.c.outcome)).all()
-        assert len(requests) == LINES
-        for row in requests:
-            final = row.status in ("completed", "failed", "cancelled")
-            assert results[row.id] == (1 if final else 0)
-            assert (row.id in self.recorded) == (row.status in ("completed", "failed"))
-            if row.id in self.recorded:
-                assert self.recorded[row.id] == row.status
-            # Each attempt is written down once, when it has ended.
-            ended = row.attempt - (1 if row.status == "running" else 0)
-            assert sorted(number for id_, number, _ in tries if id_ == row.id) == list(range(1, ended + 1))
-            good = [o for id_, _, o in tries if id_ == row.id and o in ("completed", "failed")]
-            assert len(good) == (1 if row.id in self.recorded else 0)
-
-    @invariant()
-    def counters_equal_counts(self) -> None:
-        batch = get_batch(self.database, self.batch_id)
-        counts = statuses(self.database, self.batch_id)
-        assert batch.total_requests == sum(counts.values()) == LINES
-        assert batch.completed_requests == counts.get(RequestStatus.COMPLETED, 0)
-        assert batch.failed_requests == counts.get(RequestStatus.FAILED, 0)
-        assert batch.prompt_tokens == 10 * len(self.recorded)
-        open_requests = sum(counts.get(RequestStatus(status), 0) for status in ("pending", "queued", "running"))
-        if batch.is_final:
-            assert open_requests == 0
-
-    def teardown(self) -> None:
-        """Whatever happened: working on with one healthy worker ends the batch."""
-        with self.database.write() as connection:
-            transitions.expire_leases(connection, self.now + 2 * LEASE_S)
-        record(self.database, [outcome(c) for c in claim(self.database, self.ids, "last", self.now)], "last")
-        with self.database.write() as connection:
-            transitions.cancel_requests(connection, self.batch_id, self.now)
-            transitions.finish_batches(connection, self.now)
-        assert get_batch(self.database, self.batch_id).is_final
-        assert len(list(queries.results_in_order(self.database, self.batch_id))) == LINES
-
-
-def test_no_order_of_events_loses_or_doubles_a_result(database: Database) -> None:
-    run_state_machine_as_test(
-        lambda: Interleavings(database),
-        settings=hypothesis_settings(max_examples=25, stateful_step_count=25, deadline=None),
-    )
-
-
-def test_workers_that_race_for_real_lose_and_double_nothing(database: Database) -> None:
-    """The same with threads: short leases run out under the workers while they claim, report and sweep."""
-    batch_id, ids = make_batch(database, 300)
-    recorded: list[int] = []
-
-    def run(worker: str) -> None:
-        while True:
-            with database.read() as connection:
-                left = (
-                    connection.execute(
-                        select(REQUESTS.c.id).where(REQUESTS.c.status.in_(["pending", "running"])).limit(20)
-                    )
-                    .scalars()
-                    .all()
-                )
-            if not left:
-                return
-            with database.write() as connection:
-                held = transitions.claim_requests(connection, left, worker=worker, lease_s=0.005, now=database.now())
-            with database.write() as connection:
-                transitions.expire_leases(connection, database.now(), limit=5)
-            recorded.extend(record(database, [outcome(c) for c in held], worker, database.now()))
-
-    threads = [threading.Thread(target=run, args=(f"w{number}",)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(recorded) == ids
-    batch = get_batch(database, batch_id)
-    assert (batch.completed_requests, batch.prompt_tokens) == (300, 3000)
-    assert len(list(queries.results_in_order(database, batch_id, page_rows=7))) == 300

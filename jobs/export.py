@@ -1,0 +1,361 @@
+"""A batch as a table: one row for each line in input order, as JSONL, CSV or Parquet, beside the input's own columns.
+
+Our columns come after the input's; an input column whose name one of ours has is written as `input.NAME`. Rows of the
+input that have no result yet are there too, with the status `unfinished`. The file is put in place in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from jobs.inputs import ID_COLUMNS, InputFormat, guess_format
+from jobs.protocol import dump_json
+from jobs.results import STDOUT, OutputError
+from jobs.source import MAX_LINE_BYTES, Source, decode
+from jobs.tables import read_delimited, read_parquet
+from storage import audit, queries
+from storage.database import Database
+from storage.errors import InvalidRequest, PromptmillError
+from storage.queries import BatchRow, ResultRow
+
+PAGE_ROWS = 1000
+UNFINISHED = "unfinished"
+TEXT_COLUMN = "prompt"  # of a plain text input
+
+# Name -> kind, in order. The answer is the first choice's text.
+COLUMNS: Mapping[str, type] = {
+    "request_id": str,
+    "line": int,
+    "custom_id": str,
+    "status": str,
+    "answer": str,
+    "finish_reason": str,
+    "error_code": str,
+    "error_message": str,
+    "prompt_tokens": int,
+    "cached_tokens": int,
+    "completion_tokens": int,
+    "attempts": int,
+    "worker": str,
+    "device": str,
+    "artifact_digest": str,
+    "served_from": str,
+    "queue_s": float,
+    "time_to_first_token_s": float,
+    "total_s": float,
+    "finished_at": float,
+}
+_FROM_ATTEMPT = (
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "worker",
+    "device",
+    "artifact_digest",
+    "served_from",
+    "queue_s",
+    "time_to_first_token_s",
+    "total_s",
+)
+
+
+class ExportFormat(StrEnum):
+    JSONL = "jsonl"
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+class ExportError(PromptmillError):
+    """The batch cannot be written as that table."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputTable:
+    """The batch's input as rows. id_column: None takes `custom_id`, else `id`, where there is one."""
+
+    source: Source
+    format: InputFormat | None = None
+    id_column: str | None = None
+
+
+def export_batch(
+    database: Database,
+    batch: BatchRow,
+    output: str | Path,
+    format_: ExportFormat,
+    *,
+    joined: InputTable | None = None,
+) -> int:
+    """Write the table. Returns its rows.
+
+    Raises ExportError when the input is not the batch's, OutputError when the file cannot be written.
+    """
+    columns: list[str] = []
+    if joined is None:
+        rows = export_rows(database, batch.id)
+    else:
+        columns, input_rows = _input_rows(joined)
+        rows = _join(columns, input_rows, export_rows(database, batch.id), joined.id_column)
+    names = [_input_name(name) for name in columns]
+    with _replacing(output) as file:
+        writer = _writer(format_, file, names)
+        count = 0
+        page: list[dict[str, Any]] = []
+        for row in rows:
+            page.append(row)
+            count += 1
+            if len(page) >= PAGE_ROWS:
+                writer.write(page)
+                page = []
+        writer.write(page)
+        writer.close()
+    return count
+
+
+def guess_export_format(output: str | Path) -> ExportFormat:
+    """By the name's extension; JSONL where it says nothing."""
+    extension = Path(output).suffix.lower()
+    return {".csv": ExportFormat.CSV, ".parquet": ExportFormat.PARQUET, ".pq": ExportFormat.PARQUET}.get(
+        extension, ExportFormat.JSONL
+    )
+
+
+def export_rows(database: Database, batch_id: int) -> Iterator[dict[str, Any]]:
+    """The finished lines of a batch in input order, as values by the names of COLUMNS."""
+    page: list[ResultRow] = []
+    for result in queries.results_in_order(database, batch_id):
+        page.append(result)
+        if len(page) >= PAGE_ROWS:
+            yield from _values(database, page)
+            page = []
+    if page:
+        yield from _values(database, page)
+
+
+def _values(database: Database, page: Sequence[ResultRow]) -> Iterator[dict[str, Any]]:
+    with database.read() as connection:
+        attempts = audit.last_attempts(connection, [result.request_id for result in page])
+    for result in page:
+        attempt = attempts.get(result.request_id, {})
+        yield {
+            "request_id": f"batch_req_{result.request_id:x}",
+            "line": result.line,
+            "custom_id": result.custom_id,
+            "status": result.status.value,
+            "answer": answer_text(result.response) if result.status_code == 200 else None,
+            "error_code": result.error_code,
+            "error_message": result.error_message,
+            "attempts": attempt.get("number", 0),
+            **{name: attempt.get(name) for name in _FROM_ATTEMPT},
+            "finished_at": result.finished_at,
+        }
+
+
+def answer_text(response: str | None) -> str | None:
+    """The text of the first choice of a stored response."""
+    if not response:
+        return None
+    choices = json.loads(response).get("choices") or []
+    if not choices:
+        return None
+    message = choices[0].get("message")
+    text = choices[0].get("text") if message is None else message.get("content")
+    return None if text is None else str(text)
+
+
+# --- the input beside it -----------------------------------------------------------------------------------------
+
+_InputRow = tuple[int, Mapping[str, object]]
+
+
+def _input_rows(joined: InputTable) -> tuple[list[str], Iterator[_InputRow]]:
+    """The input's columns, and its rows by line number; lines that could not be read have no values."""
+    format_ = joined.format or guess_format(joined.source)
+    match format_:
+        case InputFormat.CSV | InputFormat.TSV:
+            table = read_delimited(joined.source, "," if format_ is InputFormat.CSV else "\t", MAX_LINE_BYTES)
+        case InputFormat.PARQUET:
+            table = read_parquet(joined.source, None)
+        case InputFormat.JSONL:
+            columns: dict[str, None] = {}  # in the order in which they first appear
+            for _, values in _json_rows(joined.source):
+                columns.update(dict.fromkeys(values))
+            return list(columns), _json_rows(joined.source)
+        case InputFormat.TEXT:
+            return [TEXT_COLUMN], _text_rows(joined.source)
+    return list(table.columns), (
+        (number, {} if isinstance(values, InvalidRequest) else values) for number, values in table.rows
+    )
+
+
+def _json_rows(source: Source) -> Iterator[_InputRow]:
+    for number, data in source.lines():
+        if isinstance(data, InvalidRequest) or not data.strip():
+            continue
+        try:
+            values = json.loads(data)
+        except ValueError:
+            values = {}
+        yield number, values if isinstance(values, dict) else {}
+
+
+def _text_rows(source: Source) -> Iterator[_InputRow]:
+    for number, data in source.lines():
+        if isinstance(data, InvalidRequest) or not data.strip():
+            continue
+        with contextlib.suppress(InvalidRequest):
+            yield number, {TEXT_COLUMN: decode(data).rstrip("\r\n")}
+
+
+def _join(
+    columns: Sequence[str], input_rows: Iterator[_InputRow], results: Iterator[dict[str, Any]], id_column: str | None
+) -> Iterator[dict[str, Any]]:
+    """Both come by ascending line. Raises ExportError when they cannot belong together."""
+    named = id_column or next((name for name in ID_COLUMNS if name in columns), None)
+    result = next(results, None)
+    for line, values in input_rows:
+        if result is not None and result["line"] < line:
+            raise _foreign(f"the batch has a line {result['line']}, the input none")
+        row = {_input_name(name): values.get(name) for name in columns}
+        if result is None or result["line"] > line:
+            yield row | dict.fromkeys(COLUMNS) | {"line": line, "status": UNFINISHED}
+            continue
+        theirs = values.get(named) if named is not None else None
+        if theirs is not None and result["custom_id"] is not None and str(theirs) != result["custom_id"]:
+            raise _foreign(f"line {line} is {theirs!r} in the input and {result['custom_id']!r} in the batch")
+        yield row | result
+        result = next(results, None)
+    if result is not None:
+        raise _foreign(f"the batch has a line {result['line']}, the input ends before it")
+
+
+def _foreign(difference: str) -> ExportError:
+    return ExportError(
+        f"the input is not that of this batch: {difference}; give the file that was submitted, and its --id-column",
+        code="input_mismatch",
+    )
+
+
+def _input_name(name: str) -> str:
+    return f"input.{name}" if name in COLUMNS else name
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+class _Writer(Protocol):
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _writer(format_: ExportFormat, file: BinaryIO, input_columns: Sequence[str]) -> _Writer:
+    match format_:
+        case ExportFormat.JSONL:
+            return _JsonLines(file)
+        case ExportFormat.CSV:
+            return _Csv(file, [*input_columns, *COLUMNS])
+        case ExportFormat.PARQUET:
+            return _Parquet(file, input_columns)
+
+
+class _JsonLines:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._file.writelines(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
+
+    def close(self) -> None:
+        pass
+
+
+class _Csv:
+    """As spreadsheets read it: lines end in CR LF, nothing is an empty field."""
+
+    def __init__(self, file: BinaryIO, columns: Sequence[str]) -> None:
+        self._text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        self._writer = csv.DictWriter(self._text, columns)
+        self._writer.writeheader()
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+
+    def close(self) -> None:
+        self._text.flush()
+        self._text.detach()
+
+
+class _Parquet:
+    """Our columns have their types; the input's are text."""
+
+    def __init__(self, file: BinaryIO, input_columns: Sequence[str]) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ExportError(
+                "writing Parquet needs pyarrow; install it with: pip install 'promptmill[parquet]'",
+                code="missing_dependency",
+            ) from error
+        kinds = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+        fields = [(name, pyarrow.string()) for name in input_columns]
+        fields += [(name, kinds[kind]) for name, kind in COLUMNS.items()]
+        self._schema = pyarrow.schema(fields)
+        self._as_text = set(input_columns)
+        self._pyarrow = pyarrow
+        self._file = parquet.ParquetWriter(file, self._schema)
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
+        plain = [
+            {name: _text(value) if name in self._as_text else value for name, value in row.items()} for row in rows
+        ]
+        self._file.write_table(self._pyarrow.Table.from_pylist(plain, schema=self._schema))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: object) -> object:
+    return dump_json(value) if isinstance(value, dict | list) else value
+
+
+def _text(value: object) -> str | None:
+    plain = _plain(value)
+    return None if plain is None else str(plain)
+
+
+@contextlib.contextmanager
+def _replacing(output: str | Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when it is whole; standard output is written as it comes."""
+    if str(output) == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(output)
+    temporary = path.with_name(f".{path.name[:200]}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written: {error.strerror or error}; free some space or name another file",
+            code="output_not_writable",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

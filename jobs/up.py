@@ -1,0 +1,341 @@
+"""`promptmill up`: the queue server if it is embedded, workers, and the periodic pass, under one supervisor.
+
+It computes nothing and holds nothing that is not in the database: killed at any point, the next one goes on. One home
+has one supervisor. The first signal drains (finish what fits into `drain_s`, hand the rest back), the second hands
+back at once, the third kills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+import psutil
+import structlog
+
+from jobs.artifacts import FoundArtifact
+from jobs.dispatch import top_up
+from jobs.queue import make_app
+from jobs.queue_server import QueueServer, open_queue_server
+from jobs.settings import Settings
+from jobs.sweep import sweep
+from jobs.worker_process import STOP_PATIENCE_S, Crew
+from storage.database import Database, open_database, upgrade_schema
+from storage.errors import PromptmillError, StorageError
+from storage.models import WorkerStatus
+from storage.queries import WorkerRow
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+log = structlog.get_logger()
+
+# Between two looks at the workers: how soon a death is noticed.
+LOOK_S = 0.25
+# Between two top-ups. Workers top up by themselves as they finish, so this is for what arrives in between.
+TOP_UP_EVERY_S = 0.5
+SWEEP_EVERY_S = 2.0
+# The same trouble is logged again after this time, not at each pass.
+REPEAT_LOG_S = 60.0
+# After the second signal workers only hand back; then they are killed and their requests are given back for them.
+HURRIED_PATIENCE_S = 3.0
+
+
+class AlreadyRunning(PromptmillError):
+    """Another supervisor looks after this home."""
+
+
+class StopSignals:
+    """How often the process was asked to stop: SIGINT, SIGTERM, SIGHUP (the terminal has gone)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = threading.Event()
+
+    def add(self) -> None:
+        self.count += 1
+        self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        return self.count > 0
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not beyond the first signal."""
+        self._event.wait(seconds)
+
+
+@contextmanager
+def stop_signals(*, second_raises: bool = False) -> Iterator[StopSignals]:
+    """Count signals as long as the block lasts. Only in the main thread; elsewhere nothing arrives.
+
+    second_raises: a second Ctrl-C is a KeyboardInterrupt, for whoever does not look at the count all the time.
+    """
+    signals = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        signals.add()
+        if second_raises and signum == signal.SIGINT and signals.count > 1:
+            raise KeyboardInterrupt
+
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP"):
+        wanted.append(signal.SIGHUP)
+    before = {each: signal.signal(each, note) for each in wanted}
+    try:
+        yield signals
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class Ticker:
+    """The periodic pass: fill the queue, sweep, keep the embedded queue server alive. Call `tick` often; it is paced.
+
+    is_strict: raise what will not pass by itself; a service logs it and goes on trying.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        settings: Settings,
+        server: QueueServer,
+        note: Callable[[str], None],
+        *,
+        is_strict: bool,
+        top_up_every_s: float = TOP_UP_EVERY_S,
+    ) -> None:
+        self._database = database
+        self._settings = settings
+        self._server = server
+        self._note = note
+        self._is_strict = is_strict
+        self._top_up_every_s = top_up_every_s
+        self._app = make_app(settings.queue)
+        self._topped_up_at = -float("inf")
+        self._swept_at = -float("inf")
+        self._trouble: tuple[str, float] | None = None
+
+    def tick(self) -> bool:
+        """Do what is due. Trouble that may pass is logged and left for the next call. Returns whether all is well."""
+        steady = time.monotonic()
+        if steady - self._topped_up_at < self._top_up_every_s:
+            return self._trouble is None
+        self._topped_up_at = steady
+        try:
+            now = self._database.now()
+            if steady - self._swept_at >= SWEEP_EVERY_S:
+                self._swept_at = steady
+                if self._server.ensure_running():
+                    self._note("the queue server had died and was started again")
+                sweep(self._database, self._app, self._settings, now)  # tops up as well
+            else:
+                top_up(self._database, self._app, self._settings.queue, now)
+        except PromptmillError as error:
+            if self._is_strict and not error.retryable:
+                raise
+            self._log_trouble(error, steady)
+        else:
+            if self._trouble is not None:
+                log.info("tick_recovered")
+                self._note("the periodic pass goes on")
+                self._trouble = None
+        return self._trouble is None
+
+    def close(self) -> None:
+        self._app.close()
+
+    def _log_trouble(self, error: PromptmillError, steady: float) -> None:
+        if self._trouble is None or self._trouble[0] != error.code or steady - self._trouble[1] > REPEAT_LOG_S:
+            self._trouble = (error.code, steady)
+            log.warning("tick_failed", code=error.code, reason=error.message)
+            self._note(f"{error.message}; trying on")
+
+
+@dataclass(frozen=True, slots=True)
+class UpObserver:
+    """What a supervisor tells. workers: how they stand, whenever that has changed."""
+
+    note: Callable[[str], None] = lambda _text: None
+    workers: Callable[[list[WorkerRow]], None] = lambda _rows: None
+
+
+@dataclass(frozen=True, slots=True)
+class UpOutcome:
+    """How a supervisor ended. drain_s: from the first signal to the last worker's end; killed: workers it had to."""
+
+    drain_s: float
+    killed: int
+
+
+def serve(
+    settings: Settings, artifact: FoundArtifact, workers: int, observer: UpObserver, signals: StopSignals
+) -> UpOutcome:
+    """Run until told to stop. Raises PromptmillError when it cannot start, or no worker can.
+
+    workers: processes for the artifact, all on the CPU; they share its cores.
+    """
+    with _only_supervisor(settings), open_database(settings.database.url) as database:
+        upgrade_schema(database)
+        with open_queue_server(settings) as server:
+            settings = share_cores(with_queue_url(settings, server.url), workers)
+            observer.note(f"queue: {'a private server in ' + str(settings.home) if server.is_embedded else 'ready'}")
+            ticker = Ticker(database, settings, server, observer.note, is_strict=False)
+            crew = Crew(settings, database, artifact.path, workers, observer.note, gives_up=False)
+            teller = _Teller(database, crew, observer)
+            try:
+                while not signals.is_set:
+                    crew.look_after()
+                    ticker.tick()
+                    teller.tell()
+                    signals.wait(LOOK_S)
+                return _drain(settings, crew, ticker, observer, signals)
+            finally:
+                crew.kill()
+                ticker.close()
+
+
+def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals) -> None:
+    """The periodic pass alone, for where workers are somebody else's to look after. Any number of them may run.
+
+    As long as it reaches the database and the queue it touches a file, for a health check from outside.
+    """
+    alive_file = settings.home / "run" / f"tick-{socket.gethostname()}.alive"
+    alive_file.parent.mkdir(parents=True, exist_ok=True)
+    with open_database(settings.database.url) as database:
+        upgrade_schema(database)
+        with open_queue_server(settings) as server:
+            settings = with_queue_url(settings, server.url)
+            ticker = Ticker(database, settings, server, observer.note, is_strict=False)
+            try:
+                while not signals.is_set:
+                    if ticker.tick():
+                        with contextlib.suppress(OSError):
+                            alive_file.touch()
+                    signals.wait(TOP_UP_EVERY_S)
+            finally:
+                ticker.close()
+                alive_file.unlink(missing_ok=True)
+
+
+def migrate(settings: Settings) -> str:
+    """Bring the database's schema to this version's. Returns the database's URL as it may be shown."""
+    with open_database(settings.database.url) as database:
+        upgrade_schema(database)
+        return database.shown_url
+
+
+def with_queue_url(settings: Settings, url: str) -> Settings:
+    return settings.model_copy(update={"queue": settings.queue.model_copy(update={"url": url})})
+
+
+def with_drain(settings: Settings, drain_s: float) -> Settings:
+    return settings.model_copy(update={"worker": settings.worker.model_copy(update={"drain_s": drain_s})})
+
+
+def share_cores(settings: Settings, workers: int) -> Settings:
+    """Unless the threads are set: give each of several workers its share of the cores, not all of them."""
+    if workers <= 1 or settings.engine.threads:
+        return settings
+    threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // workers)
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"threads": threads})})
+
+
+def _drain(settings: Settings, crew: Crew, ticker: Ticker, observer: UpObserver, signals: StopSignals) -> UpOutcome:
+    """Let the workers leave. Meanwhile finished batches are still closed, and dead workers' requests given back."""
+    began = time.monotonic()
+    observer.note(
+        f"stopping: workers finish what fits into {settings.worker.drain_s:g} s; again (Ctrl-C) to hand back at once"
+    )
+    asked, patience_until = 0, began + settings.worker.drain_s + STOP_PATIENCE_S
+    killed = 0
+    while not crew.has_left():
+        if asked < min(signals.count, 2):
+            asked += 1
+            crew.ask_to_leave()
+            if asked == 2:
+                observer.note("handing back what runs")
+                patience_until = time.monotonic() + HURRIED_PATIENCE_S
+        if signals.count > 2 or time.monotonic() > patience_until:
+            killed = crew.running
+            crew.kill()
+            break
+        ticker.tick()
+        time.sleep(0.02)
+    drain_s = time.monotonic() - began
+    log.info("drained", seconds=round(drain_s, 2), killed=killed)
+    return UpOutcome(drain_s, killed)
+
+
+class _Teller:
+    """Shows the observer how the workers stand: often while one starts, seldom when all are at work."""
+
+    def __init__(self, database: Database, crew: Crew, observer: UpObserver) -> None:
+        self._database = database
+        self._crew = crew
+        self._observer = observer
+        self._shown: list[tuple[str, str, str | None]] = []
+        self._all_ready = False
+        self._looked_at = -float("inf")
+
+    def tell(self) -> None:
+        if self._all_ready and time.monotonic() - self._looked_at < SWEEP_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        try:
+            with self._database.read() as connection:
+                rows = self._crew.rows(connection)
+        except StorageError:
+            return  # the ticker says what is wrong
+        self._all_ready = len(rows) == len(self._crew) and all(row.status is WorkerStatus.READY for row in rows)
+        shown = [(row.name, row.status.value, row.detail) for row in rows]
+        if shown != self._shown:
+            self._shown = shown
+            self._observer.workers(rows)
+
+
+@contextmanager
+def _only_supervisor(settings: Settings) -> Iterator[None]:
+    """Hold the home's lock, which the kernel drops however we end. Raises AlreadyRunning."""
+    path = settings.home / "up.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file: IO[str] = path.open("a+")
+    except OSError as error:
+        raise PromptmillError(
+            f"{path} cannot be written: {error.strerror}; choose another PROMPTMILL_HOME", code="unwritable_home"
+        ) from error
+    with file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                who = file.read().strip() or "unknown"
+                raise AlreadyRunning(
+                    f"promptmill up already runs on {settings.home} (process {who}); "
+                    "submit to that one, stop it first, or choose another PROMPTMILL_HOME",
+                    code="already_running",
+                ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)

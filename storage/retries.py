@@ -1,0 +1,71 @@
+"""Whether a request that went wrong is tried again, when, and in what company; pure decisions over plain values.
+
+A request that failed in a way another try may cure comes back after a pause that doubles, until the attempt limit.
+
+When a worker dies, any of the requests in its hands may have killed it. They come back in groups an eighth as large,
+each group alone on its worker, so that a killer is in ever smaller company until it stands alone. Only deaths alone
+are evidence: a request whose worker died that often while it ran nothing else is a poison prompt. Its neighbours, and
+requests that a power cut or an impatient hand met by chance, are not: they would have to be met alone each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A worker's requests come back in groups this much smaller: a killer among 128 stands alone after the third death.
+GROUP_DIVISOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """max_attempts: of failed attempts, and of deaths alone. Pauses double from backoff_s up to longest_backoff_s."""
+
+    max_attempts: int = 3
+    backoff_s: float = 1.0
+    longest_backoff_s: float = 60.0
+
+    def pause_s(self, times: int) -> float:
+        """The pause after something went wrong for the `times`-th time."""
+        return min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(times - 1, 30))
+
+
+DEFAULT_LIMITS = RetryLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker that ended while it held the request. batch_mates: what else it held; None: not known."""
+
+    worker: str
+    at: float
+    batch_mates: int | None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """What becomes of a request whose worker died. isolation None: it comes back like any other."""
+
+    is_poison: bool
+    isolation: int | None = None
+    pause_s: float = 0.0
+
+
+def judge(deaths: Sequence[Death], isolation: int | None, *, was_seen: bool, limits: RetryLimits) -> Sentence:
+    """Decide over a request by the deaths it was there for, the latest last.
+
+    isolation: the group it ran in. was_seen: somebody saw the process end; else only its lease ran out, which a
+    database that was away does to all workers at once: the first time, that is no ground for suspicion.
+    """
+    if sum(death.batch_mates == 0 for death in deaths) >= limits.max_attempts:
+        return Sentence(is_poison=True)
+    if not was_seen and len(deaths) < 2:
+        return Sentence(is_poison=False)
+    mates = deaths[-1].batch_mates
+    group = isolation if mates is None else -(-(mates + 1) // GROUP_DIVISOR)
+    if isolation is not None and group is not None:
+        group = min(group, isolation)
+    # The first time at once; then ever later, so that whatever kills workers by the clock meets others in between.
+    pause_s = 0.0 if len(deaths) < 2 else limits.pause_s(len(deaths) - 1)
+    return Sentence(is_poison=False, isolation=group, pause_s=pause_s)

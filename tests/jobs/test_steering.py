@@ -1,0 +1,108 @@
+"""What an operator does with batches, on both databases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from jobs import steering
+from storage import queries, transitions
+from storage.database import Database
+from storage.models import BatchStatus
+from storage.queries import BatchRow
+from storage.transitions import NewBatch, NewRequest
+
+
+def make_batch(database: Database, public_id: str, lines: int = 3) -> BatchRow:
+    new = NewBatch(public_id=public_id, fingerprint=public_id, endpoint="/v1/completions", model="stories")
+    with database.write() as connection:
+        batch_id = transitions.create_batch(connection, new, database.now())
+        transitions.add_requests(
+            connection, batch_id, [NewRequest(line, f"l-{line}", '{"prompt":"x"}') for line in range(1, lines + 1)]
+        )
+        transitions.start_batch(connection, batch_id, database.now())
+        found = queries.find_batch_by_id(connection, batch_id)
+    assert found is not None
+    return found
+
+
+def test_a_batch_is_found_by_its_id_the_beginning_of_it_and_as_the_last(database: Database) -> None:
+    first = make_batch(database, "batch_aaaa1111")
+    second = make_batch(database, "batch_aaaa2222")
+    assert steering.find_batch(database, "batch_aaaa1111") == first
+    assert steering.find_batch(database, "batch_aaaa1") == first
+    assert steering.find_batch(database, "aaaa2") == second
+    assert steering.find_batch(database, "last") == second
+    for named, code in (("aaaa", "batch_ambiguous"), ("batch_b", "batch_not_found"), ("a", "batch_not_found")):
+        with pytest.raises(steering.SteeringError) as caught:
+            steering.find_batch(database, named)
+        assert caught.value.code == code
+
+
+def test_batches_are_listed_newest_first_and_by_status(database: Database, tmp_path: Path) -> None:
+    batches = [make_batch(database, f"batch_{n:08}") for n in range(5)]
+    assert steering.cancel(database, batches[1], tmp_path).status is BatchStatus.CANCELLED
+    assert [batch.id for batch in steering.list_batches(database, limit=2)] == [batches[4].id, batches[3].id]
+    cancelled = steering.list_batches(database, status=BatchStatus.CANCELLED, limit=2)
+    assert [batch.id for batch in cancelled] == [batches[1].id]
+
+
+def test_a_batch_is_paused_resumed_and_made_urgent(database: Database) -> None:
+    batch = make_batch(database, "batch_1")
+    assert steering.pause(database, batch).paused_at is not None
+    assert steering.describe(steering.pause(database, batch))["is_paused"] is True
+    assert steering.resume(database, batch).paused_at is None
+    changed = steering.set_urgency(database, batch, priority=9, expires_at=database.now() + 50)
+    assert changed.priority == 9
+    assert changed.expires_at is not None
+    kept = steering.set_urgency(database, batch, clear_deadline=True)
+    assert (kept.priority, kept.expires_at) == (9, None)
+
+
+def test_an_illegal_move_is_explained_by_the_public_id(database: Database, tmp_path: Path) -> None:
+    batch = steering.cancel(database, make_batch(database, "batch_xyz1"), tmp_path)
+    with pytest.raises(steering.SteeringError, match="batch_xyz1 is cancelled"):
+        steering.pause(database, batch)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("7d", 604800), ("2 w", 1209600)]
+)
+def test_lengths_of_time(text: str, seconds: float) -> None:
+    assert steering.parse_age(text) == seconds
+
+
+def test_deadlines() -> None:
+    now = datetime(2026, 11, 30, 12, tzinfo=UTC).timestamp()
+    assert steering.parse_deadline("2h", now) == now + 7200
+    assert steering.parse_deadline("none", now) is None
+    assert steering.parse_deadline("2026-12-01", now) == now + 12 * 3600
+    assert steering.parse_deadline("2026-11-30T14:00+01:00", now) == now + 3600
+    for wrong in ("soon", "2026-11-30T11:00", "-3h", ""):
+        with pytest.raises(steering.SteeringError) as caught:
+            steering.parse_deadline(wrong, now)
+        assert caught.value.code == "invalid_time"
+
+
+def test_time_left_goes_by_tokens(database: Database) -> None:
+    """Half the requests have ended, with 40 tokens each; 100 tokens a second flow now: 10 more take 4 s."""
+    batch = replace(make_batch(database, "batch_1"), total_requests=20)
+    rates = steering.Rates()
+    assert rates.left_s is None
+    rates.add(100.0, replace(batch, completed_requests=5, prompt_tokens=50, completion_tokens=150))
+    assert rates.left_s is None
+    rates.add(102.0, replace(batch, completed_requests=10, prompt_tokens=100, completion_tokens=300))
+    assert rates.requests_per_s == 2.5
+    assert rates.tokens_per_s == 75.0
+    assert rates.left_s == 4.0
+
+
+def test_a_set_of_lines_knows_what_it_was_given() -> None:
+    lines = steering._Lines()
+    for line in (1, 8, 1, 100_000, 7):
+        lines.add(line)
+    assert len(lines) == 4
+    assert [line for line in (1, 2, 7, 8, 9, 99_999, 100_000, 10**7) if line in lines] == [1, 7, 8, 100_000]

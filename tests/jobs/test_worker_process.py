@@ -1,0 +1,116 @@
+"""Workers as child processes: restarts with growing pauses, deaths reported. A stand-in worker dies as told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs import worker_process
+from jobs.settings import Settings
+from jobs.up import share_cores
+from jobs.worker_process import Crew, WorkerFailed, explain_exit, serving_workers
+from storage import transitions
+from storage.database import Database
+from storage.models import WorkerStatus
+from storage.transitions import NewWorker
+from tests.conftest import wait_until
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let workers run this Python code instead."""
+    real = subprocess.Popen
+
+    def use(code: str) -> None:
+        def start(_command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
+            return real([sys.executable, "-c", code], **kwargs)  # type: ignore[call-overload, no-any-return]
+
+        monkeypatch.setattr(worker_process.subprocess, "Popen", start)
+
+    return use
+
+
+def crew_of(settings: Settings, database: Database, notes: list[str], *, gives_up: bool, count: int = 1) -> Crew:
+    return Crew(settings, database, Path("artifact"), count, notes.append, gives_up=gives_up)
+
+
+def test_one_that_cannot_start_is_not_started_for_ever(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    """Its last words say why."""
+    stand_in("import sys; sys.exit('error: the artifact is broken')")
+    notes: list[str] = []
+    crew = crew_of(settings, sqlite_database, notes, gives_up=False)
+    with pytest.raises(WorkerFailed, match="the artifact is broken") as caught:
+        wait_until(lambda: crew.look_after(), what="giving up")
+    assert "exit code 1" in caught.value.message
+    assert [note.rpartition(" in ")[2] for note in notes] == ["0.5 s", "1 s"]
+
+
+def test_an_exit_code_that_says_so_ends_it_at_once(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    stand_in("import sys; sys.exit(2)")
+    crew = crew_of(settings, sqlite_database, [], gives_up=True)
+    with pytest.raises(WorkerFailed):
+        wait_until(lambda: crew.look_after(), what="giving up")
+
+
+def test_a_death_is_reported_with_its_exit_code(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    stand_in("import time; time.sleep(60)")
+    crew = crew_of(settings, sqlite_database, [], gives_up=False)
+    crew.look_after()
+    (place,) = crew._places
+    assert place.process is not None
+    pid = place.process.pid
+    with sqlite_database.write() as connection:
+        now = sqlite_database.now()
+        introduction = NewWorker(name="w", host=crew._host, pid=pid, model="stories")
+        transitions.register_worker(connection, introduction, now)
+        transitions.update_worker(connection, "w", now, status=WorkerStatus.READY)
+    with sqlite_database.read() as connection:
+        assert [row.name for row in serving_workers(connection, "stories", sqlite_database.now())] == ["w"]
+    os.kill(pid, signal.SIGKILL)
+
+    def dead() -> bool:
+        crew.look_after(start=False)
+        with sqlite_database.read() as connection:
+            (row,) = [row for row in crew._our_rows(connection) if row.name == "w"]
+        return row.status is WorkerStatus.FAILED and row.exit_code == -9 and row.detail == "exit code -9, SIGKILL"
+
+    wait_until(dead, what="the report")
+    with sqlite_database.read() as connection:
+        assert serving_workers(connection, None, sqlite_database.now()) == []
+
+
+def test_those_that_do_not_leave_are_killed(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    stand_in("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    crew = crew_of(settings, sqlite_database, [], gives_up=False, count=2)
+    crew.look_after()
+    time.sleep(0.5)
+    began = time.monotonic()
+    crew.stop(0.3)
+    assert crew.running == 0
+    assert time.monotonic() - began < 5
+
+
+def test_exit_codes_are_explained() -> None:
+    assert explain_exit(70) == "exit code 70"
+    assert explain_exit(-15) == "exit code -15, SIGTERM"
+    assert explain_exit(-250) == "exit code -250"
+
+
+def test_several_workers_share_the_cores(settings: Settings) -> None:
+    assert share_cores(settings, 1) == settings
+    assert share_cores(settings, 1000).engine.threads == 1
