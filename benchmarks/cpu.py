@@ -163,8 +163,16 @@ def _submit_alone(model: str, lines: int) -> None:
         with open_database(f"sqlite:///{folder}/bench.db") as database, open_source(path, Path(folder)) as source:
             upgrade_schema(database)
             seconds = _seconds(lambda: submit(database, source, InputOptions(model=model)))
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "peak_mib": peak_kib / 1024}))
+    print(json.dumps({"seconds": seconds, "peak_mib": _peak_mib()}))
+
+
+def _peak_mib() -> float:
+    """This process's own peak. (`ru_maxrss` would keep its parent's across exec on Linux.)"""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return float(line.split()[1]) / 1024
 
 
 def _engine_rate(artifact: Artifact, rows: int, requests: int, threads: int) -> float:

@@ -70,7 +70,7 @@ class PathBench:
         self._folder.cleanup()
 
     def requests_per_s(self, requests: int, prompt_tokens: int, new_tokens: int) -> float:
-        """From the first byte read by submit to the commit that ends the batch."""
+        """From the first byte read by submit to the commit of the last answer."""
         rng = random.Random(0)
         path = Path(self._folder.name) / "in.jsonl"
         with path.open("w") as file:
@@ -83,7 +83,7 @@ class PathBench:
         with open_source(path, path.parent) as source:
             batch = submit(self._database, source, options).batch
         swept = 0.0
-        while not batch.is_final:
+        while batch.completed_requests + batch.failed_requests < batch.total_requests:
             now = self._database.now()
             top_up(self._database, self._app, self._settings.queue, now)
             if time.monotonic() - swept > SWEEP_EVERY_S:
