@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 UV     := $(shell command -v uv 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-gpu drill bench clean
+.PHONY: help setup demo check test test-gpu bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
@@ -46,9 +46,6 @@ test: setup ## Run the tests (a few minutes on two cores)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu
-
-drill: setup ## Run the long crash drills
-	@$(BIN)/python -m pytest -m drill -s
 
 bench: setup ## Measure the engine and the whole path beside llama.cpp (about ten minutes)
 	@$(BIN)/python -m benchmarks.cpu
