@@ -24,7 +24,8 @@ from storage import queries
 from storage.database import open_database, upgrade_schema
 from workers.models.artifact import Artifact
 
-POLL_S = 0.05
+# Each look costs a few milliseconds of the same cores; workers top the queue up themselves.
+POLL_S = 0.5
 SWEEP_EVERY_S = 1.0
 
 

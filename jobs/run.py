@@ -23,7 +23,7 @@ from jobs.worker_process import Crew, WorkerFailed, serving_workers
 from storage import queries
 from storage.database import Database, open_database, upgrade_schema
 
-TICK_S = 0.1
+TICK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def see_through(
     # A worker of ours has nothing to wait for when we stop it: what is unfinished is done when we run again.
     settings = with_drain(settings, 0.0)
     ours = Crew(settings, database, artifact.path, 1, observer.note, gives_up=True) if artifact else None
-    ticker = Ticker(database, settings, server, observer.note, is_strict=True, top_up_every_s=TICK_S)
+    ticker = Ticker(database, settings, server, observer.note, is_strict=True)
     try:
         while not signals.is_set:
             with database.read() as connection:
