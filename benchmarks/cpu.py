@@ -34,9 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.settings import load_settings
-from workers.engine.engine import Engine
 from workers.engine.opening import open_engine
-from workers.engine.request import Completion, GenerationRequest, SamplingParameters
+from workers.engine.request import AnyEngine, Completion, GenerationRequest, SamplingParameters
 from workers.models.artifact import Artifact, load_artifact
 from workers.models.convert import convert
 from workers.models.demo import demo_checkpoint
@@ -185,13 +184,13 @@ def _engine_rate(artifact: Artifact, rows: int, requests: int, threads: int) -> 
     return requests / seconds
 
 
-def _generate(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Completion]:
+def _generate(engine: AnyEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Completion]:
     sampling = SamplingParameters(max_tokens=new_tokens, ignore_eos=True)
     futures = [engine.submit(GenerationRequest(prompt, sampling)) for prompt in prompts]
     return [future.result() for future in futures]
 
 
-def _open(artifact: Artifact, rows: int, context: int, threads: int, *, prefix_reuse: bool = True) -> Engine:
+def _open(artifact: Artifact, rows: int, context: int, threads: int, *, prefix_reuse: bool = True) -> AnyEngine:
     changes = {"max_batch_size": rows, "context_length": context, "threads": threads, "prefix_reuse": prefix_reuse}
     return open_engine(artifact, load_settings(env_file=None).engine.model_copy(update=changes))
 

@@ -63,6 +63,9 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    flavour: Literal["cpu", "null"] = "cpu"
+    null_token_s: float = Field(0.0, ge=0.0, le=10.0)
+
     max_batch_size: int = Field(64, ge=1, le=4096)
     context_length: int = Field(2048, ge=0)
     prefill_chunk_tokens: int = Field(512, ge=1)

@@ -25,7 +25,7 @@ from storage.errors import StorageError
 
 # The newest step in migrations/versions; a test holds the two together. Known here so that a start with an up-to-date
 # schema costs one read and no import of Alembic.
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 
 # How long a writer waits for another one. Our write transactions last milliseconds; 30 s outlives a backup's lock.
 BUSY_TIMEOUT_S = 30.0
@@ -197,7 +197,7 @@ def check_schema(database: Database) -> None:
     found = schema_revision(database)
     if found is None:
         raise StorageError(
-            f"database {database.shown_url} has no promptmill tables yet; `promptmill run` makes them",
+            f"database {database.shown_url} has no promptmill tables yet; `promptmill migrate` makes them",
             code="schema_missing",
         )
     if found != SCHEMA_REVISION:

@@ -89,6 +89,15 @@ class ServedFrom(StrEnum):
     JOB = "job"  # the same line of an earlier batch of the same job
 
 
+class Door(StrEnum):
+    """By which way a batch or request came in."""
+
+    CLI = "cli"
+    HTTP = "http"
+    CELERY = "celery"
+    INBOX = "inbox"
+
+
 class FilePurpose(StrEnum):
     """Spelled as in the OpenAI Files API, the error file apart."""
 
@@ -110,6 +119,28 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(Double, default=1.0)
     # Tokens dispatched so far, each divided by the weight of its time: the tenant with the least goes next.
     share_used: Mapped[float] = mapped_column(Double, default=0.0)
+    # Quotas. None: no bound.
+    max_requests_per_minute: Mapped[int | None] = mapped_column(Integer)
+    max_queued_prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    max_running_batches: Mapped[int | None] = mapped_column(Integer)
+    max_storage_bytes: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class ApiKey(Base):
+    """A key that stands for a tenant. The key itself is shown once and never kept."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
+    public_id: Mapped[str] = mapped_column(Text, unique=True)  # key_<24 hex>
+    tenant: Mapped[str] = mapped_column(Text, ForeignKey("tenants.name"))
+    name: Mapped[str] = mapped_column(Text)  # what a person calls it
+    sha256: Mapped[str] = mapped_column(Text, unique=True)  # of the whole key; a key has 256 random bits
+    shown_prefix: Mapped[str] = mapped_column(Text)  # its first characters, enough to tell one from another
+    created_at: Mapped[float] = mapped_column(Double)
+    expires_at: Mapped[float | None] = mapped_column(Double)
+    revoked_at: Mapped[float | None] = mapped_column(Double)
+    last_used_at: Mapped[float | None] = mapped_column(Double)  # to the minute
 
 
 class Batch(Base):
@@ -133,6 +164,18 @@ class Batch(Base):
     extra_metadata: Mapped[str | None] = mapped_column("metadata", Text)
     error_code: Mapped[str | None] = mapped_column(Text)
     error_message: Mapped[str | None] = mapped_column(Text)
+    errors: Mapped[str | None] = mapped_column(Text)  # JSON: what validation found, as in the API's errors.data
+    # By which door it came (see Door), with which key, and what the API's own fields say.
+    door: Mapped[str] = mapped_column(Text, server_default="cli", default="cli")
+    api_key_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("api_keys.id"))
+    input_file_public_id: Mapped[str | None] = mapped_column(Text)  # also after that file was deleted
+    completion_window: Mapped[str | None] = mapped_column(Text)
+    output_expires_after_s: Mapped[float | None] = mapped_column(Double)
+    # JSON, for whoever validates the input file: what else the caller asked for.
+    submit_options: Mapped[str | None] = mapped_column(Text)
+    # Who is reading the input file, and until when that holds without a further sign: a dead reader is replaced.
+    validated_by: Mapped[str | None] = mapped_column(Text)
+    validation_lease_expires_at: Mapped[float | None] = mapped_column(Double)
 
     # Kept up to date in the transaction that makes a request final, so that progress costs one row read.
     total_requests: Mapped[int] = mapped_column(BigInteger, default=0)
@@ -203,6 +246,19 @@ class File(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
     lines: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[float] = mapped_column(Double)
+    sha256: Mapped[str | None] = mapped_column(Text)  # of the content of an upload: a repeated one finds it
+    expires_at: Mapped[float | None] = mapped_column(Double)
+    api_key_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("api_keys.id"))
+
+    __table_args__ = (
+        Index("ix_files_tenant", "tenant", "id"),
+        Index(
+            "ix_files_expires_at",
+            "expires_at",
+            sqlite_where=text("expires_at IS NOT NULL"),
+            postgresql_where=text("expires_at IS NOT NULL"),
+        ),
+    )
 
 
 class Prefix(Base):
@@ -346,6 +402,53 @@ class Answer(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
     __table_args__ = (Index("ix_answers_request", "request_id"),)
+
+
+class WebhookEndpoint(Base):
+    """Where a tenant wants to hear of ended batches. secret: signs what is sent, so it must be kept as it is."""
+
+    __tablename__ = "webhook_endpoints"
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
+    public_id: Mapped[str] = mapped_column(Text, unique=True)  # we_<24 hex>
+    tenant: Mapped[str] = mapped_column(Text, ForeignKey("tenants.name"))
+    url: Mapped[str] = mapped_column(Text)
+    secret: Mapped[str] = mapped_column(Text)  # whsec_<base64>
+    events: Mapped[str] = mapped_column(Text)  # comma-separated event types
+    created_at: Mapped[float] = mapped_column(Double)
+    disabled_at: Mapped[float | None] = mapped_column(Double)
+
+    __table_args__ = (Index("ix_webhook_endpoints_tenant", "tenant"),)
+
+
+class WebhookDelivery(Base):
+    """One event for one endpoint, written in the transaction that ends the batch; sent until it is taken."""
+
+    __tablename__ = "webhook_deliveries"
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
+    public_id: Mapped[str] = mapped_column(Text, unique=True)  # evt_<32 hex>: the receiver knows a repeat by it
+    endpoint_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("webhook_endpoints.id"))
+    batch_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("batches.id"))
+    event: Mapped[str] = mapped_column(Text)
+    payload: Mapped[str] = mapped_column(Text)  # JSON: the very bytes that are signed and sent
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    next_try_at: Mapped[float | None] = mapped_column(Double)  # None: delivered or given up
+    delivered_at: Mapped[float | None] = mapped_column(Double)
+    given_up_at: Mapped[float | None] = mapped_column(Double)
+    last_status: Mapped[int | None] = mapped_column(Integer)  # HTTP
+    last_error: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(Double)
+
+    __table_args__ = (
+        UniqueConstraint("endpoint_id", "batch_id", "event", name="uq_webhook_deliveries"),
+        Index(
+            "ix_webhook_deliveries_due",
+            "next_try_at",
+            sqlite_where=text("next_try_at IS NOT NULL"),
+            postgresql_where=text("next_try_at IS NOT NULL"),
+        ),
+    )
 
 
 class Worker(Base):

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, func, literal, select
 
 from storage.bulk import one_of
 from storage.database import Database
-from storage.models import AttemptOutcome, BatchStatus, RequestStatus, WorkerStatus
+from storage.models import AttemptOutcome, BatchStatus, Door, RequestStatus, WorkerStatus
 from storage.transitions import (
     ANSWERS,
     ATTEMPTS,
@@ -82,6 +82,15 @@ class BatchRow:
     rows_purged_at: float | None = None
     output_file_id: int | None = None
     error_file_id: int | None = None
+    errors: str | None = None
+    door: str = Door.CLI.value
+    api_key_id: int | None = None
+    input_file_public_id: str | None = None
+    completion_window: str | None = None
+    output_expires_after_s: float | None = None
+    submit_options: str | None = None
+    validated_by: str | None = None
+    validation_lease_expires_at: float | None = None
 
     @property
     def remaining_requests(self) -> int:
@@ -145,6 +154,10 @@ class TenantRow:
     name: str
     weight: float
     share_used: float
+    max_requests_per_minute: int | None = None
+    max_queued_prompt_tokens: int | None = None
+    max_running_batches: int | None = None
+    max_storage_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +173,9 @@ class FileRow:
     bytes: int
     lines: int
     created_at: float
+    sha256: str | None = None
+    expires_at: float | None = None
+    api_key_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

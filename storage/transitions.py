@@ -29,6 +29,7 @@ from storage.models import (
     AttemptOutcome,
     Batch,
     BatchStatus,
+    Door,
     File,
     FilePurpose,
     Prefix,
@@ -101,6 +102,12 @@ class NewBatch:
     idempotency_key: str | None = None
     artifact_digest: str | None = None
     is_interactive: bool = False
+    door: Door = Door.CLI
+    api_key_id: int | None = None
+    input_file_public_id: str | None = None
+    completion_window: str | None = None
+    output_expires_after_s: float | None = None
+    submit_options: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ from storage.queries import StoredAnswer
 from storage.retries import DEFAULT_LIMITS, RetryLimits
 from storage.transitions import ClaimedRequest, RequestOutcome, claim_requests, fail_requests, release_requests
 from workers.answers import PreparedRequest, Served, answer, prepare, refusal, serve_again
-from workers.engine.engine import Engine
-from workers.engine.request import Completion
+from workers.engine.request import AnyEngine, Completion
 from workers.leases import LeaseKeeper
 from workers.recorder import Recorder
 from workers.tokenizer import Tokenizer
@@ -97,7 +96,7 @@ class WorkerContext:
     app: Celery
     database: Database
     queue: QueueSettings
-    engine: Engine
+    engine: AnyEngine
     tokenizer: Tokenizer
     served: Served
     recorder: Recorder

@@ -27,8 +27,8 @@ from storage.models import WorkerStatus
 from storage.retries import RetryLimits
 from storage.transitions import NewWorker, register_worker, retire_worker, update_worker
 from workers.answers import Served
-from workers.engine.engine import Engine
 from workers.engine.opening import open_engine
+from workers.engine.request import AnyEngine
 from workers.leases import LeaseKeeper
 from workers.models.artifact import Artifact, load_artifact
 from workers.recorder import Recorder
@@ -59,10 +59,11 @@ def run_worker(settings: Settings, artifact_path: Path, model: str | None = None
         upgrade_schema(database)
         artifact = load_artifact(artifact_path, check_digests=True)
         host = socket.gethostname()
-        name = f"cpu@{host}-{os.getpid()}"
+        device = settings.engine.flavour
+        name = f"{device}@{host}-{os.getpid()}"
         served_name = model or artifact.model
         introduction = NewWorker(
-            name=name, host=host, pid=os.getpid(), model=served_name, artifact_digest=artifact.digest, device="cpu"
+            name=name, host=host, pid=os.getpid(), model=served_name, artifact_digest=artifact.digest, device=device
         )
         with database.write() as connection:
             register_worker(connection, introduction, database.now())
@@ -84,7 +85,7 @@ def _consume(
     settings: Settings,
     database: Database,
     artifact: Artifact,
-    engine: Engine,
+    engine: AnyEngine,
     name: str,
     served_name: str,
     parent_pid: int | None,
@@ -93,7 +94,7 @@ def _consume(
     served = Served(
         model=served_name,
         artifact_digest=artifact.digest,
-        device="cpu",
+        device=settings.engine.flavour,
         context_length=engine.context_length,
         vocab_size=artifact.description.vocab_size,
     )
@@ -157,7 +158,7 @@ def _consume(
 class _Drain:
     """What happens between SIGTERM and the end: a grace budget, then what is unfinished is handed back."""
 
-    def __init__(self, engine: Engine, grace_s: float, announce: Callable[[], None]) -> None:
+    def __init__(self, engine: AnyEngine, grace_s: float, announce: Callable[[], None]) -> None:
         self._engine = engine
         self._grace_s = grace_s
         self._announcing = threading.Thread(target=announce, name="announce", daemon=True)  # the database may be away
@@ -202,7 +203,7 @@ class _Watch:
     go to others.
     """
 
-    def __init__(self, engine: Engine, drain: _Drain, limit_s: float, parent_pid: int | None) -> None:
+    def __init__(self, engine: AnyEngine, drain: _Drain, limit_s: float, parent_pid: int | None) -> None:
         self._engine = engine
         self._drain = drain
         self._limit_s = limit_s

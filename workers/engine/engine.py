@@ -22,6 +22,7 @@ from workers.engine.kv_cache import Slot, SlotCache, TokenIds
 from workers.engine.request import (
     Completion,
     CompletionTimes,
+    EngineStatus,
     FinishReason,
     GenerationRequest,
     TokenLogprobs,
@@ -59,17 +60,6 @@ class Runner(Protocol):
     def decode(self, token_ids: TokenIds, lengths: TokenIds, wanted_rows: Sequence[int]) -> Logits: ...
 
     def copy_rows(self, source: int, target: int, length: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot for probes and metrics. last_step_at: monotonic seconds of the last finished turn with work in it."""
-
-    running: int
-    waiting: int
-    steps: int
-    last_step_at: float
-    is_alive: bool
 
 
 @dataclass(slots=True, eq=False)

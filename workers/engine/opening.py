@@ -13,6 +13,8 @@ from jobs.settings import EngineSettings
 from storage.errors import PromptmillError
 from workers.engine.cpu import CpuRunner
 from workers.engine.engine import Engine
+from workers.engine.null import NullEngine
+from workers.engine.request import AnyEngine
 from workers.engine.scheduler import decode_buckets
 from workers.engine.session import open_cpu_session
 from workers.models.artifact import Artifact, kv_bytes_per_token
@@ -33,12 +35,19 @@ class CacheSize:
 
 def open_engine(
     artifact: Artifact, settings: EngineSettings, report: Callable[[str, int, int], None] = lambda *_: None
-) -> Engine:
+) -> AnyEngine:
     """Load the model, allocate the KV cache, warm up every bucket, start the engine's thread.
 
     report: called with (what is being done, steps done, steps in all).
     Raises PromptmillError `not_enough_memory` if not even one slot fits.
     """
+    if settings.flavour == "null":
+        log.warning("null_engine", advice="answers are made up; PROMPTMILL_ENGINE_FLAVOUR=cpu runs the model")
+        return NullEngine(
+            max_batch_size=settings.max_batch_size,
+            context_length=min(settings.context_length or artifact.context_length, artifact.context_length),
+            token_s=settings.null_token_s,
+        )
     report("loading the model", 0, 1)
     session = open_cpu_session(artifact.model_path, usable_threads(settings), allow_spinning=settings.allow_spinning)
     wanted = CacheSize(

@@ -24,10 +24,10 @@ import numpy.typing as npt
 import structlog
 
 from workers.engine.blocks import SCRATCH_BLOCK, BlockPool, Digest, TokenIds, blocks_for, chain_digests
-from workers.engine.engine import EngineStatus
 from workers.engine.request import (
     Completion,
     CompletionTimes,
+    EngineStatus,
     FinishReason,
     GenerationRequest,
     SamplingParameters,

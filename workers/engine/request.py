@@ -6,8 +6,10 @@ Instants here are `time.monotonic()` seconds of the engine's process; they becom
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from storage.errors import PromptmillError
 
@@ -88,6 +90,30 @@ class Completion:
     cached_tokens: int
     mean_batch_size: float
     times: CompletionTimes = field(default_factory=lambda: CompletionTimes(0.0, 0.0, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for probes and metrics. last_step_at: monotonic seconds of the last finished turn with work in it."""
+
+    running: int
+    waiting: int
+    steps: int
+    last_step_at: float
+    is_alive: bool
+
+
+class AnyEngine(Protocol):
+    """What a worker asks of an engine, whatever runs the model behind it: see `Engine`."""
+
+    context_length: int
+    max_batch_size: int
+
+    def submit(self, request: GenerationRequest) -> Future[Completion]: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def close(self, *, drain: bool = False) -> None: ...
 
 
 class EngineError(PromptmillError):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import PromptmillError
+from tests.conftest import wait_until
 from tests.workers.engine.fake_paged_runner import FakePagedRunner
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
 from workers.engine.paged_engine import PagedEngine, holds_admission, plan_pieces, prefers_prefill, shared_prefix
@@ -281,12 +282,20 @@ def test_a_cancelled_future_gives_its_row_back() -> None:
     runner = FakePagedRunner(600, 4, 1, 2000)
     engine = make_engine(runner, stop_token_ids=[])
     started = threading.Event()
-    endless = engine.submit(ask([1], 1900, on_token=lambda _token: started.set() or False))
+
+    def halt(_token: int) -> bool:
+        if not started.is_set():  # the model stands still until the test has cancelled, however slow this machine is
+            runner.gate.clear()
+            started.set()
+        return False
+
+    endless = engine.submit(ask([1], 1900, on_token=halt))
     waiting = engine.submit(ask([2], 3))
     given_up = engine.submit(ask([4], 3))
-    assert started.wait(10)
+    assert started.wait(30)
     assert endless.cancel()
     assert given_up.cancel()
+    runner.gate.set()
     assert list(waiting.result(10).completion_token_ids) == continuation([2], 3)[0]
     with pytest.raises(CancelledError):
         endless.result(0)
@@ -346,8 +355,11 @@ def test_closing_hands_back_what_is_unfinished_and_draining_answers_it() -> None
         engine = make_engine(runner, stop_token_ids=[])
         runner.gate.clear()
         futures = [engine.submit(ask([n], 300)) for n in range(3)]
-        threading.Timer(0.05, runner.gate.set).start()
-        engine.close(drain=drain)
+        closing = threading.Thread(target=engine.close, kwargs={"drain": drain})
+        closing.start()
+        wait_until(lambda: engine._draining, what="the close")  # noqa: B023
+        runner.gate.set()
+        closing.join()
         for future in futures:
             if drain:
                 assert len(future.result(0).completion_token_ids) == 300
