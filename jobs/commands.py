@@ -84,7 +84,7 @@ def run(input_path: str, given: Mapping[str, Any]) -> int:
     if outcome.is_interrupted:
         console.print("stopped; run the same command again to go on", highlight=False)
         return EXIT_INTERRUPTED
-    if outcome.was_there:
+    if outcome.was_finished:
         console.print("the same input was run before with these settings: nothing was computed again", soft_wrap=True)
     return EXIT_SOME_FAILED if outcome.summary.batch.failed_requests else EXIT_ALL_ANSWERED
 

@@ -28,12 +28,14 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """written: None if there was nothing to write. is_interrupted: the user stopped it; the batch is not finished."""
+    """written: None if there was nothing to write. is_interrupted: the user stopped it; the batch is not finished.
+    was_finished: all answers were there before, and nothing was computed.
+    """
 
     summary: BatchSummary
     written: WrittenResults
     is_interrupted: bool
-    was_there: bool
+    was_finished: bool
 
 
 def run_job(
@@ -70,7 +72,7 @@ def run_job(
                 see_through(served, database, server, artifact.model, artifact, batch.id, observer, signals)
         written = write_results(database, batch.id, output)
         summary = summarise(database, batch.id)
-        return RunOutcome(summary, written, not summary.batch.is_final, submission.was_there)
+        return RunOutcome(summary, written, not summary.batch.is_final, submission.was_finished)
 
 
 def see_through(

@@ -32,7 +32,7 @@ from jobs.queue_server import QueueServerError, find_server
 from jobs.settings import QueueSettings, Settings, load_settings
 from storage.database import Database, open_database, upgrade_schema
 
-START_S = 30.0
+START_S = 90.0
 
 # Times vary on shared machines: a slow example is not a wrong one.
 hypothesis_settings.register_profile(
@@ -115,7 +115,7 @@ def queue_server_socket() -> Iterator[Path]:
         yield path
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         shutil.rmtree(folder, ignore_errors=True)
 
 

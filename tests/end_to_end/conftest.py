@@ -19,7 +19,7 @@ from storage.database import Database, open_database
 from tests.shared_data import stories_folder
 from workers.models.convert import convert
 
-START_S = 60.0
+START_S = 180.0
 
 
 @pytest.fixture(scope="session")

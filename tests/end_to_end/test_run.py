@@ -135,7 +135,7 @@ def test_interrupted_it_stops_cleanly_and_goes_on_where_it_stood(home: Home, sig
     process = home.start_job(path)
     home.wait_for_results(60)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 130, err
     assert "run the same command again" in err
     assert home.descendants() == []
@@ -144,6 +144,7 @@ def test_interrupted_it_stops_cleanly_and_goes_on_where_it_stood(home: Home, sig
     assert 60 <= len(partial) < 600
     done = home.run_job(path)
     assert done.returncode == 0, done.stderr
+    assert "nothing was computed" not in done.stderr
     complete = answers(home.work / "in.results.jsonl")
     assert len(complete) == 600
     assert complete | partial == complete

@@ -77,7 +77,7 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     wait_until(answers, what="the Redis server")
     yield f"redis://127.0.0.1:{port}/0"
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 @pytest.fixture
@@ -131,6 +131,6 @@ def test_the_services_of_the_compose_file_work_together(
     wait_until(lambda: list((served / "run").glob(f"worker-{socket.gethostname()}-*.alive")), what="a sign of life")
     for process in (worker, tick):
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
     assert not list((served / "run").glob("*.alive"))

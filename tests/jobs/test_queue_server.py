@@ -72,7 +72,7 @@ def start_user() -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    process.communicate(timeout=20)
+    process.communicate(timeout=90)
 
 
 def is_running(pid: int) -> bool:

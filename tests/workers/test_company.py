@@ -16,7 +16,7 @@ def test_chunks_run_together_and_one_in_isolation_waits_for_all_of_them_and_keep
     def alone() -> None:
         with company.alone():
             seen.append("alone begins")
-            assert alone_may_end.wait(10)
+            assert alone_may_end.wait(60)
             seen.append("alone ends")
 
     def late() -> None:
@@ -33,5 +33,5 @@ def test_chunks_run_together_and_one_in_isolation_waits_for_all_of_them_and_keep
     wait_until(lambda: seen == ["alone begins"], what="running alone")
     alone_may_end.set()
     for thread in (suspect, newcomer):
-        thread.join(10)
+        thread.join(60)
     assert seen == ["alone begins", "alone ends", "late"]

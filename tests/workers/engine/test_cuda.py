@@ -283,7 +283,7 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
         prompt = shared[: rng.randrange(40)] + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
         asked.append((prompt, engine.submit(GenerationRequest(prompt, SamplingParameters(1 + index)))))
     for index, (prompt, future) in enumerate(asked):
-        assert list(future.result(30).completion_token_ids) == continuation(prompt, 1 + index, frozenset([3]))[0]
+        assert list(future.result(60).completion_token_ids) == continuation(prompt, 1 + index, frozenset([3]))[0]
     engine.close()
     assert not device.memory, "device or pinned memory was not given back"
 
@@ -296,10 +296,10 @@ def test_sampled_rows_take_the_token_that_the_sampler_drew(device: PretendedCuda
     forced = SamplingParameters(
         20, temperature=0.7, top_p=0.5, seed=9, logit_bias=((11, 50.0),), logprobs=3, presence_penalty=0.1
     )
-    told = engine.submit(GenerationRequest([1, 2, 3], forced)).result(30)
+    told = engine.submit(GenerationRequest([1, 2, 3], forced)).result(60)
     for n in range(3):
-        assert list(plain[n].result(30).completion_token_ids) == continuation([n, 5], 20)[0]
-        assert list(warm[n].result(30).completion_token_ids) == continuation([n, 6], 20)[0]
+        assert list(plain[n].result(60).completion_token_ids) == continuation([n, 5], 20)[0]
+        assert list(warm[n].result(60).completion_token_ids) == continuation([n, 6], 20)[0]
     engine.close()
     assert told.completion_token_ids == (11,) * 20
     assert told.logprobs is not None
@@ -314,7 +314,7 @@ def test_many_penalized_tokens_make_the_sampling_buffers_grow(
     engine = PagedEngine(make_runner(), stop_token_ids=[], prefill_budget_tokens=64)
     bias = tuple((token, 0.0) for token in range(VOCAB_SIZE))
     request = GenerationRequest([1, 2], SamplingParameters(60, logit_bias=bias * 40, frequency_penalty=1e-6))
-    assert list(engine.submit(request).result(30).completion_token_ids) == continuation([1, 2], 60)[0]
+    assert list(engine.submit(request).result(60).completion_token_ids) == continuation([1, 2], 60)[0]
     engine.close()
     assert not device.memory
 

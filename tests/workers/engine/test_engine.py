@@ -58,7 +58,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     for prompt, max_tokens, future in asked:
         room = context_length - len(prompt) + 1
         wanted, reason = continuation(prompt, min(max_tokens, room), frozenset([STOP]))
-        completion = future.result(30)
+        completion = future.result(60)
         assert list(completion.completion_token_ids) == wanted
         assert completion.finish_reason == reason
         assert completion.prompt_tokens == len(prompt)
@@ -74,7 +74,7 @@ def test_decode_steps_carry_little_padding_when_rows_finish_at_different_times()
         engine.submit(ask([rng.randrange(VOCAB_SIZE) for _ in range(20)], rng.randrange(5, 150))) for _ in range(64)
     ]
     for future in futures:
-        future.result(30)
+        future.result(60)
     engine.close()
     decoded = sum(rows for _, rows in runner.decode_shapes)
     computed = sum(bucket for bucket, _ in runner.decode_shapes)
@@ -88,7 +88,7 @@ def test_a_shared_beginning_is_computed_once_however_the_prompts_arrive() -> Non
     runner.gate.clear()
     futures = [engine.submit(ask([*shared, own, own + 1], 5)) for own in range(40)]
     runner.gate.set()
-    completions = [future.result(30) for future in futures]
+    completions = [future.result(60) for future in futures]
     engine.close()
     assert runner.prefilled_tokens <= 102 + 39 * 2 + 100  # a straggler may have been admitted beside the first
     assert sum(completion.cached_tokens >= 100 for completion in completions) >= 38
@@ -99,7 +99,7 @@ def test_prefix_reuse_can_be_switched_off() -> None:
     shared = [n % VOCAB_SIZE for n in range(100)]
     runner = FakeRunner(8, 200)
     engine = make_engine(runner, prefix_reuse=False)
-    completions = [engine.submit(ask([*shared, own], 2)).result(30) for own in range(5)]
+    completions = [engine.submit(ask([*shared, own], 2)).result(60) for own in range(5)]
     engine.close()
     assert runner.copied_tokens == 0
     assert [completion.cached_tokens for completion in completions] == [0] * 5
@@ -120,7 +120,7 @@ def test_long_prompts_do_not_starve_rows_that_decode() -> None:
     others = [engine.submit(ask([(n * k) % VOCAB_SIZE for n in range(900)], 3)) for k in (1, 2, 5)]
     runner.gate.set()
     for future in (first, *others):
-        future.result(30)
+        future.result(60)
     engine.close()
     gaps = [after - before for before, after in itertools.pairwise(prefilled_at_token)]
     assert max(gaps) <= 64
@@ -145,7 +145,7 @@ def test_a_cancelled_future_gives_its_row_back() -> None:
     assert endless.cancel()
     assert given_up.cancel()
     runner.gate.set()
-    assert list(waiting.result(10).completion_token_ids) == continuation([2], 3)[0]
+    assert list(waiting.result(60).completion_token_ids) == continuation([2], 3)[0]
     with pytest.raises(CancelledError):
         endless.result(0)
     engine.close()
@@ -159,9 +159,9 @@ def test_a_deadline_ends_a_request_whether_it_waits_or_runs() -> None:
     futures = [engine.submit(slow), engine.submit(ask([2], 3, deadline=soon))]
     for future in futures:
         with pytest.raises(PromptmillError) as caught:
-            future.result(10)
+            future.result(60)
         assert caught.value.code == "deadline_exceeded"
-    assert engine.submit(ask([2], 3)).result(10).finish_reason == FinishReason.LENGTH
+    assert engine.submit(ask([2], 3)).result(60).finish_reason == FinishReason.LENGTH
     engine.close()
 
 
@@ -171,10 +171,10 @@ def test_a_failed_model_run_ends_only_the_requests_that_were_in_it() -> None:
     runner.fail_on_token = 96
     bad = engine.submit(ask([96] * 10, 5))
     with pytest.raises(PromptmillError) as caught:
-        bad.result(10)
+        bad.result(60)
     assert caught.value.code == "engine_failed"
     assert caught.value.retryable
-    good = engine.submit(ask([5] * 10, 1)).result(10)
+    good = engine.submit(ask([5] * 10, 1)).result(60)
     assert list(good.completion_token_ids) == continuation([5] * 10, 1)[0]
     engine.close()
 
@@ -184,14 +184,14 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     with pytest.raises(PromptmillError, match="50 tokens and the context holds 50") as caught:
         engine.submit(ask([1] * 50))
     assert caught.value.code == "context_length_exceeded"
-    assert engine.submit(ask([1] * 49, 5)).result(10).finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+    assert engine.submit(ask([1] * 49, 5)).result(60).finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
     engine.close()
 
 
 def test_on_token_can_end_a_request_and_sees_every_token_but_the_stop_token() -> None:
     engine = make_engine(FakeRunner(2, 200), stop_token_ids=[])
     seen: list[int] = []
-    completion = engine.submit(ask([9], 50, on_token=lambda token: seen.append(token) or len(seen) == 4)).result(10)
+    completion = engine.submit(ask([9], 50, on_token=lambda token: seen.append(token) or len(seen) == 4)).result(60)
     assert list(completion.completion_token_ids) == seen == continuation([9], 4)[0]
     assert completion.finish_reason == FinishReason.STOP
     engine.close()
@@ -200,8 +200,8 @@ def test_on_token_can_end_a_request_and_sees_every_token_but_the_stop_token() ->
 def test_ignore_eos_goes_on_past_a_stop_token() -> None:
     prompt = next([n] for n in range(VOCAB_SIZE) if STOP in continuation([n], 30)[0])
     engine = make_engine(FakeRunner(2, 200))
-    stopped = engine.submit(ask(prompt, 30)).result(10)
-    ignoring = engine.submit(ask(prompt, 30, ignore_eos=True)).result(10)
+    stopped = engine.submit(ask(prompt, 30)).result(60)
+    ignoring = engine.submit(ask(prompt, 30, ignore_eos=True)).result(60)
     engine.close()
     assert stopped.finish_reason == FinishReason.STOP
     assert list(ignoring.completion_token_ids) == continuation(prompt, 30)[0]
@@ -234,7 +234,7 @@ def test_requests_from_many_threads_are_all_answered() -> None:
 
     def client(first: int) -> None:
         for n in range(first, first + 20):
-            answers[n] = list(engine.submit(ask([n % VOCAB_SIZE, n], 5)).result(30).completion_token_ids)
+            answers[n] = list(engine.submit(ask([n % VOCAB_SIZE, n], 5)).result(60).completion_token_ids)
 
     threads = [threading.Thread(target=client, args=(first,)) for first in range(0, 160, 20)]
     for thread in threads:
@@ -252,7 +252,7 @@ def test_times_and_batch_mates_are_reported() -> None:
     futures = [engine.submit(ask([n + 1] * 20, 30)) for n in range(4)]
     runner.gate.set()
     for future in futures:
-        completion = future.result(10)
+        completion = future.result(60)
         assert 1.0 <= completion.mean_batch_size <= 4.0
         assert completion.times.wait_s >= 0
         assert completion.times.prefill_s > 0
@@ -266,9 +266,9 @@ def test_a_broken_engine_answers_what_it_holds_and_takes_no_more() -> None:
     engine = make_engine(FakeRunner(2, 100))
     engine._compact = lambda: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(PromptmillError) as caught:
-        engine.submit(ask([1, 2], 5)).result(10)
+        engine.submit(ask([1, 2], 5)).result(60)
     assert caught.value.code == "engine_failed"
-    engine._thread.join(10)
+    engine._thread.join(60)
     assert not engine.status().is_alive
     with pytest.raises(PromptmillError, match="closing"):
         engine.submit(ask([1]))

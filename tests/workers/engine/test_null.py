@@ -18,16 +18,16 @@ def ask(prompt: list[int], max_tokens: int = 8, **options: object) -> Generation
 
 def test_it_answers_with_the_end_of_the_prompt() -> None:
     engine = NullEngine(max_batch_size=4, context_length=100)
-    completions = [engine.submit(ask([n, n + 1, n + 2], 2)).result(10) for n in range(50)]
+    completions = [engine.submit(ask([n, n + 1, n + 2], 2)).result(60) for n in range(50)]
     assert [completion.completion_token_ids for completion in completions] == [(n + 1, n + 2) for n in range(50)]
-    assert len(engine.submit(ask(list(range(99)), 90)).result(10).completion_token_ids) == MOST_TOKENS
+    assert len(engine.submit(ask(list(range(99)), 90)).result(60).completion_token_ids) == MOST_TOKENS
     engine.close()
 
 
 def test_tokens_come_one_by_one_at_the_set_pace_and_a_caller_can_stop_them() -> None:
     engine = NullEngine(max_batch_size=2, context_length=100, token_s=0.001)
     seen: list[int] = []
-    completion = engine.submit(ask([1, 2, 3, 4], on_token=lambda token: seen.append(token) or token == 3)).result(10)
+    completion = engine.submit(ask([1, 2, 3, 4], on_token=lambda token: seen.append(token) or token == 3)).result(60)
     engine.close()
     assert completion.completion_token_ids == (1, 2, 3) == tuple(seen)
     assert completion.finish_reason is FinishReason.STOP
@@ -38,10 +38,10 @@ def test_a_cancelled_request_gives_its_row_back_and_a_late_one_fails() -> None:
     started = threading.Event()
     given_up = engine.submit(ask(list(range(16)), 16, on_token=lambda _: started.set() or False))
     late = engine.submit(ask([1, 2], deadline=time.monotonic() - 1))
-    assert started.wait(10)
+    assert started.wait(60)
     assert given_up.cancel()
     with pytest.raises(PromptmillError) as caught:
-        late.result(10)
+        late.result(60)
     assert caught.value.code == "deadline_exceeded"
     with pytest.raises(CancelledError):
         given_up.result(0)

@@ -88,7 +88,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     for prompt, max_tokens, future in asked:
         room = context_length - len(prompt) + 1
         wanted, reason = continuation(prompt, min(max_tokens, room), frozenset([STOP]))
-        completion = future.result(30)
+        completion = future.result(60)
         assert list(completion.completion_token_ids) == wanted
         assert completion.finish_reason == reason
         assert completion.prompt_tokens == len(prompt)
@@ -127,7 +127,7 @@ def test_sampled_answers_depend_on_seed_and_position_alone(seed: int, blocks: in
                 token += position
             answer.append(token % VOCAB_SIZE)
             context.append(answer[-1])
-        completion = future.result(30)
+        completion = future.result(60)
         assert list(completion.completion_token_ids) == answer
         if sampling.logprobs is None:
             assert completion.logprobs is None
@@ -144,7 +144,7 @@ def test_rows_are_preempted_when_blocks_run_out_and_answer_all_the_same() -> Non
     engine._answer_share = 0.0
     asked = [([n + 1] * 5, engine.submit(ask([n + 1] * 5, 50))) for n in range(8)]
     for prompt, future in asked:
-        assert list(future.result(30).completion_token_ids) == continuation(prompt, 50)[0]
+        assert list(future.result(60).completion_token_ids) == continuation(prompt, 50)[0]
     assert engine._preemptions > 0
     engine.close()
 
@@ -155,7 +155,7 @@ def test_answers_that_are_known_to_run_to_their_limit_are_never_preempted() -> N
     engine = make_engine(runner)
     engine._answer_share = 0.0
     futures = [engine.submit(ask([n + 1] * 5, 50, ignore_eos=True)) for n in range(8)]
-    assert all(len(future.result(30).completion_token_ids) == 50 for future in futures)
+    assert all(len(future.result(60).completion_token_ids) == 50 for future in futures)
     assert engine._preemptions == 0
     engine.close()
 
@@ -167,7 +167,7 @@ def test_a_shared_beginning_is_computed_once_however_the_prompts_arrive() -> Non
     runner.gate.clear()
     futures = [engine.submit(ask([*shared, own, own + 1], 5)) for own in range(40)]
     runner.gate.set()
-    completions = [future.result(30) for future in futures]
+    completions = [future.result(60) for future in futures]
     engine.close()
     assert runner.prefilled_tokens == 66 + 39 * 2
     assert [completion.cached_tokens for completion in completions] == [0] + [64] * 39
@@ -186,7 +186,7 @@ def test_a_prefix_that_many_rows_share_is_read_once_for_all_of_them() -> None:
             prompt = [*shared, own] if own % 4 else [own, first, 7]
             asked.append((prompt, engine.submit(ask(prompt, 20 + own))))
     for prompt, future in asked:
-        completion = future.result(30)
+        completion = future.result(60)
         assert list(completion.completion_token_ids) == continuation(prompt, len(completion.completion_token_ids))[0]
     engine.close()
     assert runner.prefix_rows > 100
@@ -209,8 +209,8 @@ def test_an_answer_can_be_the_beginning_of_the_next_prompt() -> None:
     runner = FakePagedRunner(50, 4, 4, 100)
     engine = make_engine(runner, stop_token_ids=[])
     prompt = list(range(10))
-    answer = list(engine.submit(ask(prompt, 11)).result(10).completion_token_ids)
-    again = engine.submit(ask([*prompt, *answer, 5], 3)).result(10)
+    answer = list(engine.submit(ask(prompt, 11)).result(60).completion_token_ids)
+    again = engine.submit(ask([*prompt, *answer, 5], 3)).result(60)
     engine.close()
     assert again.cached_tokens == 20
     assert list(again.completion_token_ids) == continuation([*prompt, *answer, 5], 3)[0]
@@ -219,7 +219,7 @@ def test_an_answer_can_be_the_beginning_of_the_next_prompt() -> None:
 def test_prefix_reuse_can_be_switched_off() -> None:
     runner = FakePagedRunner(50, 4, 4, 100)
     engine = make_engine(runner, prefix_reuse=False)
-    completions = [engine.submit(ask([*range(20), own], 2)).result(30) for own in range(3)]
+    completions = [engine.submit(ask([*range(20), own], 2)).result(60) for own in range(3)]
     engine.close()
     assert [completion.cached_tokens for completion in completions] == [0] * 3
     assert runner.prefilled_tokens == 63
@@ -240,7 +240,7 @@ def test_long_prompts_do_not_starve_rows_that_decode() -> None:
     others = [engine.submit(ask([(n * k) % VOCAB_SIZE for n in range(900)], 3)) for k in (1, 2, 5)]
     runner.gate.set()
     for future in (first, *others):
-        future.result(30)
+        future.result(60)
     engine.close()
     gaps = [after - before for before, after in itertools.pairwise(prefilled_at_token)]
     assert max(gaps) <= 2 * 128
@@ -251,7 +251,7 @@ def test_the_host_is_one_step_ahead_and_no_more() -> None:
     runner = FakePagedRunner(100, 16, 4, 200)
     engine = make_engine(runner, stop_token_ids=[])
     for future in [engine.submit(ask([n], 50)) for n in range(8)]:
-        future.result(10)
+        future.result(60)
     engine.close()
     assert runner.most_in_flight == 2
 
@@ -260,7 +260,7 @@ def test_a_row_that_ends_at_its_limit_costs_no_step_more() -> None:
     """Only what ends by content is seen late; limits are known before the launch."""
     runner = FakePagedRunner(100, 16, 4, 200)
     engine = make_engine(runner, stop_token_ids=[])
-    engine.submit(ask([1, 2], 10)).result(10)
+    engine.submit(ask([1, 2], 10)).result(60)
     engine.close()
     assert len(runner.decode_shapes) == 9
 
@@ -272,7 +272,7 @@ def test_decode_steps_carry_little_padding_when_rows_end_at_different_times() ->
     rng = random.Random(5)
     futures = [engine.submit(ask([rng.randrange(VOCAB_SIZE)] * 20, rng.randrange(5, 150))) for _ in range(64)]
     for future in futures:
-        future.result(30)
+        future.result(60)
     engine.close()
     for bucket, rows in runner.decode_shapes:
         assert bucket == min(size for size in runner.row_buckets if size >= rows)
@@ -296,7 +296,7 @@ def test_a_cancelled_future_gives_its_row_back() -> None:
     assert endless.cancel()
     assert given_up.cancel()
     runner.gate.set()
-    assert list(waiting.result(10).completion_token_ids) == continuation([2], 3)[0]
+    assert list(waiting.result(60).completion_token_ids) == continuation([2], 3)[0]
     with pytest.raises(CancelledError):
         endless.result(0)
     engine.close()
@@ -308,9 +308,9 @@ def test_a_deadline_ends_a_request_whether_it_waits_or_runs() -> None:
     slow = ask([1], 4900, deadline=soon, on_token=lambda _token: time.sleep(0.002) or False)
     for future in [engine.submit(slow), engine.submit(ask([2], 3, deadline=soon))]:
         with pytest.raises(PromptmillError) as caught:
-            future.result(10)
+            future.result(60)
         assert caught.value.code == "deadline_exceeded"
-    assert engine.submit(ask([2], 3)).result(10).finish_reason == FinishReason.LENGTH
+    assert engine.submit(ask([2], 3)).result(60).finish_reason == FinishReason.LENGTH
     engine.close()
 
 
@@ -320,10 +320,10 @@ def test_a_failed_launch_ends_only_the_requests_that_were_in_it() -> None:
     runner.fail_on_token = 96
     bad = engine.submit(ask([96] * 10, 5))
     with pytest.raises(PromptmillError) as caught:
-        bad.result(10)
+        bad.result(60)
     assert caught.value.code == "engine_failed"
     assert caught.value.retryable
-    good = engine.submit(ask([5] * 10, 1)).result(10)
+    good = engine.submit(ask([5] * 10, 1)).result(60)
     assert list(good.completion_token_ids) == continuation([5] * 10, 1)[0]
     engine.close()
     assert pool_of(engine)[0] == 49
@@ -336,14 +336,14 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     with pytest.raises(PromptmillError, match="40 tokens and the context holds 40") as caught:
         engine.submit(ask([1] * 40))
     assert caught.value.code == "context_length_exceeded"
-    assert len(engine.submit(ask([1] * 39, 5, ignore_eos=True)).result(10).completion_token_ids) == 2
+    assert len(engine.submit(ask([1] * 39, 5, ignore_eos=True)).result(60).completion_token_ids) == 2
     engine.close()
 
 
 def test_on_token_can_end_a_request_and_sees_every_token_but_the_stop_token() -> None:
     engine = make_engine(FakePagedRunner(50, 4, 2, 100), stop_token_ids=[])
     seen: list[int] = []
-    completion = engine.submit(ask([9], 50, on_token=lambda token: seen.append(token) or len(seen) == 4)).result(10)
+    completion = engine.submit(ask([9], 50, on_token=lambda token: seen.append(token) or len(seen) == 4)).result(60)
     assert list(completion.completion_token_ids) == seen == continuation([9], 4)[0]
     assert completion.finish_reason == FinishReason.STOP
     engine.close()
@@ -385,9 +385,9 @@ def test_a_broken_engine_answers_what_it_holds_and_takes_no_more() -> None:
     engine = make_engine(runner)
     runner.result = lambda ticket: 1 / 0  # type: ignore[assignment,method-assign]
     with pytest.raises(PromptmillError) as caught:
-        engine.submit(ask([1, 2], 5)).result(10)
+        engine.submit(ask([1, 2], 5)).result(60)
     assert caught.value.code == "engine_failed"
-    engine._thread.join(10)
+    engine._thread.join(60)
     assert not engine.status().is_alive
     with pytest.raises(PromptmillError, match="closing"):
         engine.submit(ask([1]))
@@ -400,7 +400,7 @@ def test_times_and_batch_mates_are_reported() -> None:
     futures = [engine.submit(ask([n + 1] * 20, 30)) for n in range(4)]
     runner.gate.set()
     for future in futures:
-        completion = future.result(10)
+        completion = future.result(60)
         assert 1.0 <= completion.mean_batch_size <= 4.0
         assert completion.times.wait_s >= 0
         assert completion.times.prefill_s > 0
