@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 UV     := $(shell command -v uv 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-gpu bench clean
+.PHONY: help setup demo serve check test test-gpu bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
@@ -34,6 +34,9 @@ demo: setup ## Answer forty questions about a handbook with a real small model
 	@$(BIN)/promptmill run examples/questions.csv --model smollm2-135m-instruct --template examples/question.txt.j2 \
 	  --context examples/handbook.md --max-tokens 48 --temperature 0 --output answers.results.jsonl
 	@$(BIN)/python examples/show_answers.py examples/questions.csv answers.results.jsonl
+
+serve: setup ## Take work over HTTP (the OpenAI API) on 127.0.0.1:8000
+	@$(BIN)/promptmill serve
 
 check: setup ## Lint, format, types, layering
 	@$(BIN)/ruff check .

@@ -64,9 +64,9 @@ def main() -> None:
     options = parser.parse_args()
     parts = options.parts or ["engine", "prefix", "path", "submit"]
     options.cache.mkdir(parents=True, exist_ok=True)
-    console.print(f"{_hardware(options.threads)}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
-    artifact = _artifact(options.cache, options.dtype)
-    found: dict[str, Any] = {"hardware": _hardware(options.threads), "model": artifact.model, "dtype": options.dtype}
+    console.print(f"{hardware(options.threads)}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
+    artifact = demo_artifact(options.cache, options.dtype)
+    found: dict[str, Any] = {"hardware": hardware(options.threads), "model": artifact.model, "dtype": options.dtype}
     if "engine" in parts:
         found["engine"] = engine_beside_peer(artifact, options)
     if "prefix" in parts:
@@ -192,10 +192,10 @@ def _generate(engine: AnyEngine, prompts: Sequence[Sequence[int]], new_tokens: i
 
 def _open(artifact: Artifact, rows: int, context: int, threads: int, *, prefix_reuse: bool = True) -> AnyEngine:
     changes = {"max_batch_size": rows, "context_length": context, "threads": threads, "prefix_reuse": prefix_reuse}
-    return open_engine(artifact, load_settings(env_file=None).engine.model_copy(update=changes))
+    return open_engine(artifact, load_settings(env_file=None).engine.model_copy(update=changes), "cpu")
 
 
-def _artifact(cache: Path, dtype: Any) -> Artifact:
+def demo_artifact(cache: Path, dtype: Any = "int8") -> Artifact:
     folder = cache / f"smollm2-135m-instruct-{dtype}"
     if not folder.exists():
         console.print(f"converting the demo model to {dtype}")
@@ -236,7 +236,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _hardware(threads: int) -> str:
+def hardware(threads: int) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

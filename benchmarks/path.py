@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,7 @@ from jobs.inputs import InputOptions
 from jobs.protocol import Endpoint
 from jobs.queue import make_app
 from jobs.queue_server import open_queue_server
-from jobs.settings import load_settings
+from jobs.settings import Settings, load_settings
 from jobs.source import open_source
 from jobs.submit import submit
 from jobs.sweep import sweep
@@ -29,69 +30,73 @@ POLL_S = 0.5
 SWEEP_EVERY_S = 1.0
 
 
+def with_changes(settings: Settings, changes: Mapping[str, Mapping[str, object]]) -> Settings:
+    """The settings with some fields changed. changes: group -> field -> value."""
+    groups = {name: getattr(settings, name).model_copy(update=dict(fields)) for name, fields in changes.items()}
+    return settings.model_copy(update=groups)
+
+
 class PathBench:
     """A home of its own with a queue server and one worker that is warm when the block begins."""
 
-    def __init__(self, artifact: Artifact, rows: int, threads: int) -> None:
-        self._artifact = artifact
+    def __init__(self, artifact: Artifact, rows: int, threads: int, **settings: Mapping[str, object]) -> None:
+        """settings: group -> its fields that differ from the defaults."""
+        self.artifact = artifact
         self._folder = tempfile.TemporaryDirectory(prefix="pmb")
-        settings = load_settings(env_file=None)
-        home = Path(self._folder.name)
-        settings = settings.model_copy(
-            update={
-                "home": home,
-                "database": settings.database.model_copy(update={"url": f"sqlite:///{home / 'promptmill.db'}"}),
-                "engine": settings.engine.model_copy(update={"max_batch_size": rows, "threads": threads}),
-            }
-        )
-        self._server = open_queue_server(settings)
-        queue = settings.queue.model_copy(update={"url": self._server.url})
-        self._settings = settings.model_copy(update={"queue": queue})
-        self._database = open_database(settings.database.url)
-        upgrade_schema(self._database)
-        self._app = make_app(self._settings.queue)
-        self._worker = WorkerProcess(self._settings, artifact.path)
+        self.home = Path(self._folder.name)
+        changes: dict[str, dict[str, object]] = {
+            "database": {"url": f"sqlite:///{self.home / 'promptmill.db'}"},
+            "engine": {"max_batch_size": rows, "threads": threads},
+        }
+        loaded = with_changes(load_settings(env_file=None).model_copy(update={"home": self.home}), changes)
+        loaded = with_changes(loaded, settings)
+        self.server = open_queue_server(loaded)
+        self.settings = with_changes(loaded, {"queue": {"url": self.server.url}})
+        self.database = open_database(self.settings.database.url)
+        upgrade_schema(self.database)
+        self.app = make_app(self.settings.queue)
+        self.worker = WorkerProcess(self.settings, artifact.path)
 
     def __enter__(self) -> Self:
         while True:
-            with self._database.read() as connection:
-                if queries.live_workers(connection, self._database.now(), model=self._artifact.model):
+            with self.database.read() as connection:
+                if queries.live_workers(connection, self.database.now(), model=self.artifact.model):
                     return self
-            if self._worker.exit_code() is not None:
-                raise RuntimeError(self._worker.last_words())
+            if self.worker.exit_code() is not None:
+                raise RuntimeError(self.worker.last_words())
             time.sleep(POLL_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worker.stop(15.0)
-        self._app.close()
-        self._database.close()
-        self._server.stop()
+        self.worker.stop(15.0)
+        self.app.close()
+        self.database.close()
+        self.server.stop()
         self._folder.cleanup()
 
     def requests_per_s(self, requests: int, prompt_tokens: int, new_tokens: int) -> float:
         """From the first byte read by submit to the commit of the last answer."""
         rng = random.Random(0)
-        path = Path(self._folder.name) / "in.jsonl"
+        path = self.home / "in.jsonl"
         with path.open("w") as file:
             for n in range(requests):
-                prompt = [rng.randrange(100, self._artifact.description.vocab_size) for _ in range(prompt_tokens)]
+                prompt = [rng.randrange(100, self.artifact.description.vocab_size) for _ in range(prompt_tokens)]
                 body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
                 file.write(json.dumps({"custom_id": f"r{n}", **body}) + "\n")
-        options = InputOptions(model=self._artifact.model, endpoint=Endpoint.COMPLETIONS)
+        options = InputOptions(model=self.artifact.model, endpoint=Endpoint.COMPLETIONS)
         started = time.perf_counter()
         with open_source(path, path.parent) as source:
-            batch = submit(self._database, source, options).batch
+            batch = submit(self.database, source, options).batch
         swept = 0.0
         while batch.completed_requests + batch.failed_requests < batch.total_requests:
-            now = self._database.now()
-            top_up(self._database, self._app, self._settings.queue, now)
+            now = self.database.now()
+            top_up(self.database, self.app, self.settings.queue, now)
             if time.monotonic() - swept > SWEEP_EVERY_S:
                 swept = time.monotonic()
-                sweep(self._database, self._app, self._settings, now)
+                sweep(self.database, self.app, self.settings, now)
             time.sleep(POLL_S)
-            with self._database.read() as connection:
+            with self.database.read() as connection:
                 found = queries.find_batch_by_id(connection, batch.id)
             assert found is not None
             batch = found

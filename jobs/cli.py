@@ -76,7 +76,8 @@ class Sections(click.Group):
         ("Models", ("convert", "verify")),
         ("Jobs", ("run", "submit", "list", "show", "watch", "results", "export", "audit")),
         ("Steering", ("cancel", "pause", "resume", "retry", "set", "purge")),
-        ("Services", ("up", "worker", "tick", "migrate", "doctor")),
+        ("Access", ("key", "tenant", "webhook")),
+        ("Services", ("up", "serve", "door", "worker", "tick", "migrate", "doctor")),
     )
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -341,14 +342,134 @@ def purge(older_than: str, rows: bool, yes: bool) -> int:
     return commands.purge(older_than, rows, yes)
 
 
+# --- access ------------------------------------------------------------------------------------------------------
+
+_tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose.")
+
+
+@cli.group()
+def key() -> None:
+    """API keys: who may send work from outside, each for a tenant."""
+
+
+@key.command("create")
+@click.argument("name")
+@_tenant_option
+@click.option("--expires", metavar="WHEN", help="90d, 12h from now, or an ISO time. [never]")
+@_json_option
+@reports_errors
+def create_key(name: str, tenant: str, expires: str | None, as_json: bool) -> int:
+    """Make a key called NAME and print it, once: only its digest is kept."""
+    from jobs import access_commands
+
+    return access_commands.create_key(name, tenant, expires, as_json)
+
+
+@key.command("list")
+@click.option("--tenant", help="Only of that one.")
+@_json_option
+@reports_errors
+def list_keys(tenant: str | None, as_json: bool) -> int:
+    """Keys, by the beginning that is shown of them."""
+    from jobs import access_commands
+
+    return access_commands.list_keys(tenant, as_json)
+
+
+@key.command("revoke")
+@click.argument("named", metavar="KEY")
+@reports_errors
+def revoke_key(named: str) -> int:
+    """End KEY for good: its id, or the beginning that is shown of it. Gateways refuse it within seconds."""
+    from jobs import access_commands
+
+    return access_commands.revoke_key(named)
+
+
+@cli.group()
+def tenant() -> None:
+    """Tenants: whose work it is, how they share, and what they may do at once."""
+
+
+_QUOTA = "A number, or `none`."
+
+
+@tenant.command("set")
+@click.argument("name")
+@click.option("--weight", type=float, help="Twice the weight, twice the tokens while others wait. [1]")
+@click.option("--requests-per-minute", metavar="N", help=_QUOTA)
+@click.option("--queued-prompt-tokens", metavar="N", help=_QUOTA)
+@click.option("--running-batches", metavar="N", help=_QUOTA)
+@click.option("--storage-bytes", metavar="N", help=_QUOTA)
+@reports_errors
+def set_tenant(name: str, weight: float | None, **quotas: str | None) -> int:
+    """Change tenant NAME; what is not given stays. A new name makes a new tenant."""
+    from jobs import access_commands
+
+    if weight is None and not any(bound is not None for bound in quotas.values()):
+        fail("nothing to set; give --weight or a quota")
+    return access_commands.set_tenant(name, weight, quotas)
+
+
+@tenant.command("list")
+@_json_option
+@reports_errors
+def list_tenants(as_json: bool) -> int:
+    """Tenants with their quotas, and how much of each they use."""
+    from jobs import access_commands
+
+    return access_commands.list_tenants(as_json)
+
+
+@cli.group()
+def webhook() -> None:
+    """Webhooks: who is told when a tenant's batches end."""
+
+
+@webhook.command("add")
+@click.argument("url")
+@_tenant_option
+@click.option("--event", "events", multiple=True, help="Such as batch.completed; may be given several times. [all]")
+@_json_option
+@reports_errors
+def add_webhook(url: str, tenant: str, events: tuple[str, ...], as_json: bool) -> int:
+    """Tell URL of each batch that ends, and print the secret that signs what is sent."""
+    from jobs import access_commands
+
+    return access_commands.add_webhook(url, tenant, events, as_json)
+
+
+@webhook.command("list")
+@click.option("--tenant", help="Only of that one.")
+@click.option("--deliveries", is_flag=True, help="Also the last deliveries of each.")
+@_json_option
+@reports_errors
+def list_webhooks(tenant: str | None, deliveries: bool, as_json: bool) -> int:
+    """Endpoints, and how their deliveries went."""
+    from jobs import access_commands
+
+    return access_commands.list_webhooks(tenant, deliveries, as_json)
+
+
+@webhook.command("remove")
+@click.argument("named", metavar="ENDPOINT")
+@reports_errors
+def remove_webhook(named: str) -> int:
+    """Send nothing more to ENDPOINT, an id such as we_..."""
+    from jobs import access_commands
+
+    return access_commands.remove_webhook(named)
+
+
 # --- services ----------------------------------------------------------------------------------------------------
 
 
 @cli.command()
 @click.option("--model", "-m", metavar="ARTIFACT", help="What to serve. [the only one in the home's artifacts folder]")
-@click.option("--workers", type=click.IntRange(1, 64), default=1, show_default=True, help="Worker processes.")
+@click.option("--workers", type=click.IntRange(1, 64), help="So many worker processes, on the CPU. [1, or one a GPU]")
+@click.option("--gpus", metavar="WHICH", help="auto, all, none, or numbers and UUIDs: 0,1. [PROMPTMILL_WORKER_GPUS]")
 @reports_errors
-def up(model: str | None, workers: int) -> int:
+def up(model: str | None, workers: int | None, gpus: str | None) -> int:
     """Serve a model on this machine until told to stop.
 
     Queue server (if none is set), workers and periodic pass under one supervisor. Ctrl-C or SIGTERM drains: what fits
@@ -356,7 +477,36 @@ def up(model: str | None, workers: int) -> int:
     """
     from jobs import commands
 
-    return commands.up(model, workers)
+    if workers is not None and gpus not in (None, "none"):
+        fail(f"--workers {workers} is for workers on the CPU, and --gpus gives each GPU one; leave one of them out")
+    return commands.up(model, workers, gpus)
+
+
+@cli.command()
+@click.option("--host", help="Address to listen on. [PROMPTMILL_GATEWAY_HOST]")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Its port; 0 is a free one. [PROMPTMILL_GATEWAY_PORT]")
+@reports_errors
+def serve(host: str | None, port: int | None) -> int:
+    """Take work over HTTP, as the OpenAI API does, until told to stop.
+
+    It runs no model: `promptmill up`, here or elsewhere, does the work. Callers need an API key (`promptmill key`), unless
+    PROMPTMILL_GATEWAY_OPEN_ON_LOOPBACK lets this machine in without one.
+    """
+    from jobs import commands
+
+    return commands.serve(host, port)
+
+
+@cli.command()
+@reports_errors
+def door() -> int:
+    """Take work from Celery applications and from the Redis inbox, until told to stop.
+
+    It runs no model. Any number of them may run.
+    """
+    from jobs import commands
+
+    return commands.door()
 
 
 @cli.command()

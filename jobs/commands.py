@@ -400,10 +400,12 @@ def _say(batch: BatchRow, more: str = "") -> None:
 # --- services ----------------------------------------------------------------------------------------------------
 
 
-def up(model: str | None, workers: int) -> int:
-    from jobs.up import UpObserver, serve, stop_signals
+def up(model: str | None, workers: int | None, gpus: str | None) -> int:
+    from jobs.up import UpObserver, serve, stop_signals, with_gpus
 
     settings = _settings("up")
+    if gpus is not None:
+        settings = with_gpus(settings, gpus)
     console = Console(stderr=True)
     artifact = find_artifact(model, settings.artifacts_dir)
     told: dict[str, str] = {}
@@ -422,11 +424,36 @@ def up(model: str | None, workers: int) -> int:
                 console.print(f"worker {row.name}: {text}", highlight=False)
 
     with stop_signals() as signals:
-        console.print(f"serving {artifact.model} with {workers} worker{'s' if workers > 1 else ''}", highlight=False)
+        console.print(f"serving {artifact.model}", highlight=False)
         observer = UpObserver(_note(console), show_workers)
         outcome = serve(settings, artifact, workers, observer, signals)
     killed = f", {outcome.killed} killed" if outcome.killed else ""
     console.print(f"stopped after {outcome.drain_s:.2f} s{killed}", highlight=False)
+    return 0
+
+
+def serve(host: str | None, port: int | None) -> int:
+    try:
+        from jobs.gateway.server import serve as serve_http
+    except ModuleNotFoundError as error:
+        raise PromptmillError(
+            f"the gateway needs {error.name}; install it with: pip install 'promptmill[gateway]'",
+            code="missing_dependency",
+        ) from error
+
+    settings = _settings("serve")
+    given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    settings = settings.model_copy(update={"gateway": settings.gateway.model_copy(update=given)})
+    return serve_http(settings, _note(Console(stderr=True)))
+
+
+def door() -> int:
+    from jobs.doors import serve_doors
+    from jobs.up import UpObserver, stop_signals
+
+    settings = _settings("door", console=True)
+    with stop_signals() as signals:
+        serve_doors(settings, UpObserver(_note(Console(stderr=True))), signals)
     return 0
 
 

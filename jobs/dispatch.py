@@ -29,6 +29,13 @@ from storage.queries import BatchRow, PendingRequest
 
 # The window holds this many times what the live workers run at once: one in their hands' reach, one on its way.
 WINDOW_PER_SLOT = 2
+# Of workers that answer so fast that this is little, it holds what they answer in so many seconds.
+WINDOW_S = 1.0
+MOST_WINDOW = 50_000
+# A chunk is worth at least so much of a worker's time, or the messages themselves would be what it spends it on;
+# LARGEST_CHUNK bounds what that makes of the chunk size that is set.
+CHUNK_S = 0.1
+LARGEST_CHUNK = 256
 # A window for workers that are still starting, and for small ones: a few chunks.
 LEAST_WINDOW = 256
 # Near the end of a job chunks shrink so that all workers share the rest, but not below this: a message has its price.
@@ -43,10 +50,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What the live workers of a model run at once. workers 0: none has come up yet."""
+    """What the live workers of a model run at once, and lately answered. workers 0: none has come up yet."""
 
     workers: int
     slots: int
+    requests_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,13 @@ class Candidate:
 
 def window(fleet: Fleet) -> int:
     """Requests of a model that may wait in the queue."""
-    return max(LEAST_WINDOW, WINDOW_PER_SLOT * fleet.slots)
+    return max(LEAST_WINDOW, WINDOW_PER_SLOT * fleet.slots, min(MOST_WINDOW, int(WINDOW_S * fleet.requests_per_s)))
+
+
+def worthwhile_chunk(fleet: Fleet, chunk_size: int) -> int:
+    """Requests for one message: as many as are set, or more for workers that are done with those in no time."""
+    each_per_s = fleet.requests_per_s / max(1, fleet.workers)
+    return max(chunk_size, min(LARGEST_CHUNK, int(CHUNK_S * each_per_s)))
 
 
 def wants_more(queued: int, fleet: Fleet) -> bool:
@@ -226,7 +240,9 @@ def _fleets(connection: Connection, now: float) -> dict[str, Fleet]:
     fleets: dict[str, Fleet] = {}
     for worker in queries.live_workers(connection, now):
         fleet = fleets.get(worker.model, Fleet(0, 0))
-        fleets[worker.model] = Fleet(fleet.workers + 1, fleet.slots + worker.max_batch_size)
+        fleets[worker.model] = Fleet(
+            fleet.workers + 1, fleet.slots + worker.max_batch_size, fleet.requests_per_s + worker.requests_per_s
+        )
     return fleets
 
 
@@ -291,7 +307,7 @@ def _restock(
     supply.chunks = plan_chunks(
         pending,
         fleet=hunger.fleet,
-        chunk_size=1 if batch.is_interactive else settings.chunk_size,
+        chunk_size=1 if batch.is_interactive else worthwhile_chunk(hunger.fleet, settings.chunk_size),
         chunk_tokens=settings.chunk_tokens,
         remaining=None if supply.is_dry else batch.remaining_requests - supply.read + len(fresh),
     )

@@ -8,9 +8,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from jobs.artifacts import DEMO_NAME, find_artifact, known_artifacts
@@ -41,7 +42,7 @@ def examine(settings: Settings, model: str | None = None) -> list[Finding]:
     return [
         _python(),
         _home(settings),
-        *_compute(),
+        *_compute(_artifact_paths(settings, model)),
         _queue(settings),
         _database(settings),
         *_artifacts(settings, model),
@@ -72,9 +73,17 @@ def _home(settings: Settings) -> Finding:
     return Finding("ok", "home", text)
 
 
-def _compute() -> Iterator[Finding]:
+def _artifact_paths(settings: Settings, model: str | None) -> list[Path]:
+    try:
+        named = find_artifact(model, settings.artifacts_dir).path if model is not None else None
+    except PromptmillError:
+        return []  # what is wrong with it is said elsewhere
+    return [named] if named is not None else known_artifacts(settings.artifacts_dir)
+
+
+def _compute(artifacts: Sequence[Path]) -> Iterator[Finding]:
     """Ask the workers' side, in a process of its own: a broken driver may take it down."""
-    command = [sys.executable, "-m", "workers", "probe"]
+    command = [sys.executable, "-m", "workers", "probe", *map(str, artifacts)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
@@ -83,32 +92,54 @@ def _compute() -> Iterator[Finding]:
         yield Finding("missing", "onnxruntime", f"cannot be used: {str(said).strip()[-300:]}", "reinstall: make setup")
         return
     yield Finding("ok", "onnxruntime", str(found["onnxruntime"]))
+    yield from compute_findings(found)
+
+
+def compute_findings(found: dict[str, Any]) -> Iterator[Finding]:
+    """What the workers' side found, in words. found: as `python -m workers probe` prints it."""
     for gpu in found["gpus"]:
-        yield Finding(
-            "ok",
-            f"GPU {gpu['index']}",
-            f"{gpu['name']}, {gpu['free_bytes'] / GIB:.0f} of {gpu['memory_bytes'] / GIB:.0f} GiB free, "
-            f"{gpu['uuid']}, driver {found['driver']}",
-        )
+        yield _gpu(gpu, found["driver"])
     for provider in found["providers"]:
-        yield _provider(provider, has_gpu=bool(found["gpus"]))
+        yield _provider(provider, found)
+    for path, chosen in found["flavours"].items():
+        text = f"{Path(path).name} runs on {chosen['flavour'].upper()}" if chosen["flavour"] else Path(path).name
+        # Where there is no GPU, the provider's line has said so.
+        if chosen["reason"] and (found["gpus"] or not chosen["flavour"]):
+            yield Finding("note", "engine", f"{text}: {chosen['reason']}")
+        else:
+            yield Finding("ok", "engine", text)
 
 
-def _provider(provider: dict[str, Any], *, has_gpu: bool) -> Finding:
+def _gpu(gpu: dict[str, Any], driver: str) -> Finding:
+    subject = f"GPU {gpu['name'].removeprefix('gpu')}"
+    text = (
+        f"{gpu['model']}, {gpu['free_bytes'] / GIB:.0f} of {gpu['memory_bytes'] / GIB:.0f} GiB free, "
+        f"{gpu['uuid']}, driver {driver}"
+    )
+    if gpu["ailment"]:
+        return Finding("missing", subject, f"{text}: {gpu['ailment']}", "reset it (nvidia-smi --gpu-reset) or the host")
+    if gpu["throttling"]:
+        return Finding("note", subject, f"{text}, slowed down by {', '.join(gpu['throttling'])}")
+    return Finding("ok", subject, text)
+
+
+def _provider(provider: dict[str, Any], found: dict[str, Any]) -> Finding:
     name = provider["name"].removesuffix("ExecutionProvider")
     subject = f"{name} provider"
+    trouble = found["cuda_trouble"]
+    if name == "CPU":
+        if provider["starts"]:
+            return Finding("ok", subject, "starts and computes")
+        return Finding("missing", subject, provider["error"], "reinstall: make setup")
+    if not found["gpus"]:
+        return Finding("note", subject, f"{trouble or 'no NVIDIA GPU was found'}; so prompts run on the CPU")
+    if trouble:
+        # What is wrong and the way out are two halves of one sentence.
+        problem, _, way_out = trouble.rpartition("; ")
+        return Finding("missing", subject, f"there is a GPU, but {problem or trouble}", way_out if problem else "")
     if provider["starts"]:
         return Finding("ok", subject, "starts and computes")
-    if name == "CPU":
-        return Finding("missing", subject, provider["error"], "reinstall: make setup")
-    if not has_gpu:
-        return Finding("note", subject, "no NVIDIA GPU was found, so prompts run on the CPU")
-    return Finding(
-        "missing",
-        subject,
-        f"there is a GPU, but the provider does not start: {provider['error']}",
-        "install CUDA 13 and cuDNN 9 libraries: pip install 'promptmill[cuda]'",
-    )
+    return Finding("missing", subject, f"there is a GPU, but the provider does not start: {provider['error']}")
 
 
 def _queue(settings: Settings) -> Finding:

@@ -48,6 +48,8 @@ def finalize_batch(database: Database, batch: BatchRow, files_dir: Path, now: fl
 
     Raises OutputError when the files cannot be written: the batch stays as it is.
     """
+    if batch.is_interactive:
+        return _publish(database, batch, None, None)
     files_dir.mkdir(parents=True, exist_ok=True)
     ended_at = batch.finalizing_at or batch.cancelling_at or now
     output = files_dir / f"{batch.public_id}-{ended_at:.0f}.jsonl"
@@ -63,14 +65,7 @@ def finalize_batch(database: Database, batch: BatchRow, files_dir: Path, now: fl
             for file_id in (batch.output_file_id, batch.error_file_id)
             if file_id is not None
         ]
-    try:
-        was_first = database.retry(
-            lambda connection: transitions.publish_batch(connection, batch.id, database.now(), output=good, errors=bad)
-        )
-    except StorageError as error:
-        if error.code != "illegal_move":
-            raise
-        return False  # retried, by an operator, while its files were written
+    was_first = _publish(database, batch, good, bad)
     if was_first:
         kept = {file.path for file in (good, bad) if file is not None}
         for file in former:
@@ -79,6 +74,17 @@ def finalize_batch(database: Database, batch: BatchRow, files_dir: Path, now: fl
                     (files_dir / file.path).unlink(missing_ok=True)
         log.info("batch_finished", batch=batch.public_id, answers=written.output_lines, errors=written.error_lines)
     return was_first
+
+
+def _publish(database: Database, batch: BatchRow, good: NewFile | None, bad: NewFile | None) -> bool:
+    try:
+        return database.retry(
+            lambda connection: transitions.publish_batch(connection, batch.id, database.now(), output=good, errors=bad)
+        )
+    except StorageError as error:
+        if error.code != "illegal_move":
+            raise
+        return False  # retried, by an operator, while its files were written
 
 
 def _describe(path: Path, lines: int, filename: str) -> NewFile | None:

@@ -77,6 +77,7 @@ class InputOptions:
     model: the name that a line's `model` must equal. format: None goes by the name's extension. endpoint: None lets the
     first OpenAI line decide; plain formats then mean chat. defaults: fill what a line does not say.
     id_column: of a table or of templated JSONL; None takes `custom_id`, else `id`, else line numbers.
+    only_batch_lines: JSONL must be an OpenAI batch file; plain lines are refused.
     """
 
     model: str
@@ -88,6 +89,7 @@ class InputOptions:
     id_column: str | None = None
     defaults: GenerationBody = field(default_factory=GenerationBody)
     max_line_bytes: int = MAX_LINE_BYTES
+    only_batch_lines: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ class InputLine:
     custom_id: str
     body: str
     prefix: str
+
+
+# A line's number, its custom id if it has one, and what is wrong with it, if anything.
+Verdict = tuple[int, str | None, InvalidRequest | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +133,29 @@ class InputReader:
         return self._endpoint or Endpoint.CHAT
 
     def __iter__(self) -> Iterator[InputLine | RefusedLine]:
-        seen = CustomIds()
         prefixes = PrefixFinder()
+        for number, custom_id, body, prefix in self._judged_lines():
+            if isinstance(body, InvalidRequest):
+                yield RefusedLine(
+                    number, custom_id, body.code, f"{self._source.name} line {number}: {body.message}", body.param
+                )
+                continue
+            assert custom_id is not None
+            if not prefix and (head := body.head) is not None and (prefix := prefixes.find(head)):
+                body = protocol.split_prefix(body, prefix)
+            yield InputLine(number, custom_id, body.to_json(), prefix)
+
+    def check(self) -> Iterator[Verdict]:
+        """What iterating would say of each line, without making its request: half the work."""
+        for number, custom_id, body, _prefix in self._judged_lines():
+            yield number, custom_id, body if isinstance(body, InvalidRequest) else None
+
+    def _judged_lines(self) -> Iterator[tuple[int, str | None, Body | InvalidRequest, str]]:
+        """Each line's number, custom id, request or what is wrong with it, and known prefix.
+
+        Raises InputError (empty_file) at the end of an input without a line.
+        """
+        seen = CustomIds()
         is_empty = True
         for number, parsed in self._parsed_lines():
             is_empty = False
@@ -143,16 +170,7 @@ class InputReader:
                         code="duplicate_custom_id",
                         param="custom_id",
                     )
-            if isinstance(body, InvalidRequest):
-                yield RefusedLine(
-                    number, custom_id, body.code, f"{self._source.name} line {number}: {body.message}", body.param
-                )
-                continue
-            assert custom_id is not None
-            prefix = parsed.prefix
-            if not prefix and (head := body.head) is not None and (prefix := prefixes.find(head)):
-                body = protocol.split_prefix(body, prefix)
-            yield InputLine(number, custom_id, body.to_json(), prefix)
+            yield number, custom_id, body, parsed.prefix
         if is_empty:
             raise InputError(
                 f"{self._source.name} is empty: it has no line to run; write at least one", code="empty_file"
@@ -271,14 +289,17 @@ class InputReader:
             line = protocol.parse_as(kind, data)
             if line.custom_id is not None and custom_id is None:
                 raise protocol.nul_character("custom_id", line.custom_id.index("\0"))
-            protocol.refuse_nul(line.body if isinstance(line, ChatLine | CompletionLine) else line)
+            if isinstance(line, ChatLine | CompletionLine):
+                protocol.refuse_nul(line.body, "body.")
+            else:
+                protocol.refuse_nul(line)
         except InvalidRequest as error:
             return kind, _Parsed(custom_id, error)
         return kind, self._accept(line)
 
     def _kind_of(self, value: Mapping[str, object]) -> _LineModel:
         """By its keys. The first OpenAI line decides the endpoint of all; a plain one before it decides for chat."""
-        if "body" in value or "url" in value or "method" in value:
+        if self._options.only_batch_lines or "body" in value or "url" in value or "method" in value:
             if "url" not in value:
                 raise InvalidRequest(
                     f"url is missing; add {_one_of(Endpoint)}", code="missing_required_parameter", param="url"

@@ -41,7 +41,10 @@ def set_up_logs(process: str, *, level: Level = "info", file: Path | None = None
         handlers.append(_file_handler(file, shared))
     if console:
         terminal = logging.StreamHandler(sys.stderr)
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Plain tracebacks: the prettier ones show local variables, and those hold prompts and keys.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
         terminal.setFormatter(_formatter(shared, [renderer]))
         handlers.append(terminal)
 

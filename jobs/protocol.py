@@ -513,8 +513,11 @@ def _normalise_chat(body: BodyT) -> BodyT:
     return body.model_copy(update={"max_tokens": body.max_completion_tokens, "max_completion_tokens": None})
 
 
-def refuse_nul(body: GenerationBody) -> None:
-    """Refuse NUL characters, which no tokenizer knows and no database keeps, naming the text that has one."""
+def refuse_nul(body: GenerationBody, where: str = "") -> None:
+    """Refuse NUL characters, which no tokenizer knows and no database keeps, naming the text that has one.
+
+    where: what the text's path begins with.
+    """
     texts: list[tuple[str, str]] = []
     if isinstance(body, ChatBody):
         texts += [(f"messages[{i}].content", message.content) for i, message in enumerate(body.messages)]
@@ -523,7 +526,7 @@ def refuse_nul(body: GenerationBody) -> None:
     texts += [(f"stop[{i}]", text) for i, text in enumerate(body.stop or ())]
     for param, text in texts:
         if "\0" in text:
-            raise nul_character(param, text.index("\0"))
+            raise nul_character(where + param, text.index("\0"))
 
 
 # --- Results -------------------------------------------------------------------------------------------------------
@@ -664,12 +667,16 @@ def render_output_line(
     )
 
 
+# Made once: `json.dumps` with options makes one for each call.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def dump_json(value: object) -> str:
     """JSON as it is stored and sent: compact, on one line, readable in any script.
 
     The three line separators that some readers of JSON Lines split at are escaped. NaN is our own mistake.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _ENCODER.encode(value)
     if text.isascii():
         return text
     return text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

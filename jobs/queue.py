@@ -1,7 +1,9 @@
 """The Celery app, queue names, sending ids, looking into the queue.
 
 The queue carries request ids, never prompts, and the database is the truth: a message may be lost, or come twice. Each
-model has two queues, and workers empty the interactive one first.
+model has two queues. Chunks of bulk work are Celery messages. Requests that somebody waits for are entries of a plain
+Redis list, each a JSON list of ids, that a worker takes beside Celery (`InteractiveQueue`): so they wait neither for a
+thread that a chunk holds nor for Celery's own milliseconds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import kombu
 import redis
@@ -23,6 +26,8 @@ from jobs.settings import QueueSettings
 from storage.errors import PromptmillError, SettingsError
 
 RUN_CHUNK = "promptmill.run_chunk"  # run_chunk(request_ids: list[int])
+
+GIVE_UP = "promptmill_give_up"  # a worker's remote control command
 
 # Messages for one pipeline. Our window is smaller than that; a repair may not be.
 PUBLISH_BATCH = 500
@@ -35,6 +40,8 @@ URL_SCHEMES = ("redis", "rediss", "redis+socket")
 # Where kombu keeps messages that a worker has received and not yet acknowledged (for all queues of one Redis database).
 _UNACKED = "unacked"
 _UNACKED_INDEX = "unacked_index"  # when each of them was received
+# As long as this key is there, Redis has not lost all that it had.
+_MARK = "promptmill.mark"
 # A worker claims what it receives at once. Who holds a message for longer and has not claimed its requests died in
 # between, or still runs others alone; sending it again does no harm.
 CLAIMED_WITHIN_S = 30.0
@@ -70,8 +77,13 @@ def queue_name(model: str, *, is_interactive: bool) -> str:
     return f"promptmill.{model}.{'interactive' if is_interactive else 'bulk'}"
 
 
+def own_queue_name(model: str, place: str) -> str:
+    """The queue of the one worker at a place, such as gpu0@host: for chunks that it had better run than another."""
+    return f"promptmill.{model}.at.{place}"
+
+
 def queue_names(model: str) -> tuple[str, str]:
-    """The queues of a model in the order in which workers empty them."""
+    """The queues of a model: interactive, bulk."""
     return queue_name(model, is_interactive=True), queue_name(model, is_interactive=False)
 
 
@@ -129,28 +141,85 @@ def make_app(settings: QueueSettings) -> Celery:
     return app
 
 
+def redis_url(queue_url: str) -> str:
+    """The queue's URL in the words of the redis package, for what is kept in Redis beside Celery's messages."""
+    parts = urlsplit(queue_url)
+    if parts.scheme != "redis+socket":
+        return queue_url
+    database = parse_qs(parts.query).get("virtual_host", ["0"])[0].strip("/") or "0"
+    return f"unix://{parts.path}?db={database}"
+
+
 def publish_chunks(app: Celery, chunks: Sequence[Chunk]) -> None:
     """Send one message for each chunk.
 
     Raises QueueError (retryable) when Redis did not take them all. Any part may then have been sent: return the
     requests to pending and send again; a request that travels twice is claimed once.
     """
-    if not chunks:
+    interactive = [chunk for chunk in chunks if chunk.is_interactive]
+    if interactive:
+        with _redis(app) as client:
+            pipeline = client.pipeline(transaction=False)
+            for chunk in interactive:
+                pipeline.lpush(queue_name(chunk.model, is_interactive=True), interactive_entry(chunk.request_ids))
+            pipeline.execute()
+    bulk = [chunk for chunk in chunks if not chunk.is_interactive]
+    if not bulk:
         return
     with (
         _translated(app),
         app.producer_pool.acquire(block=True, timeout=SOCKET_TIMEOUT_S) as producer,
         producer.batch(PUBLISH_BATCH),
     ):
-        for chunk in chunks:
+        for chunk in bulk:
             app.send_task(
                 RUN_CHUNK,
                 args=[list(chunk.request_ids)],
-                queue=queue_name(chunk.model, is_interactive=chunk.is_interactive),
+                queue=queue_name(chunk.model, is_interactive=False),
                 producer=producer,
                 retry=False,
                 argsrepr=f"({len(chunk.request_ids)} requests from {chunk.request_ids[0]})",
             )
+
+
+def interactive_entry(request_ids: Sequence[int]) -> str:
+    """What the interactive list carries for these requests."""
+    return json.dumps(list(request_ids))
+
+
+def tell_given_up(app: Celery, worker: str, request_ids: Sequence[int]) -> None:
+    """Tell a worker that nobody waits for these requests. Nobody answers; one that does not hear it finds out anyway.
+
+    Raises QueueError.
+    """
+    with _translated(app):
+        app.control.broadcast(GIVE_UP, arguments={"request_ids": list(request_ids)}, destination=[worker])
+
+
+class InteractiveQueue:
+    """A worker's end of a model's interactive list, on a connection of its own.
+
+    Taking removes an entry for good. A worker that dies with it has claimed its requests, and they come back as any
+    dead worker's do, or has not, and they are found as lost messages are.
+    """
+
+    def __init__(self, settings: QueueSettings, model: str) -> None:
+        self._name = queue_name(model, is_interactive=True)
+        self._client = redis.Redis.from_url(
+            redis_url(settings.url), socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5
+        )
+
+    def take(self, wait_s: float) -> list[int]:
+        """The ids of the oldest entry; empty when none came. Raises redis.RedisError, OSError."""
+        taken: Any = self._client.brpop([self._name], timeout=wait_s)
+        return [] if taken is None else _ids_in(taken[1])
+
+    def put_back(self, request_ids: Sequence[int]) -> None:
+        """Return ids to the front. Raises redis.RedisError, OSError."""
+        self._client.rpush(self._name, interactive_entry(request_ids))
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def queue_depth(app: Celery, model: str) -> QueueDepth:
@@ -164,11 +233,21 @@ def queue_depth(app: Celery, model: str) -> QueueDepth:
     return QueueDepth(interactive, bulk, unacked)
 
 
-def waiting_ids(app: Celery, models: Collection[str]) -> set[int] | None:
+def was_emptied(app: Celery) -> bool:
+    """Whether Redis has lost what it had since anybody last asked: emptied, or started anew without its data.
+
+    Also true the first time. Raises QueueError.
+    """
+    with _redis(app) as client:
+        return bool(client.set(_MARK, "1", nx=True))
+
+
+def waiting_ids(app: Celery, models: Collection[str], *, held_s: float = CLAIMED_WITHIN_S) -> set[int] | None:
     """Request ids in all messages that wait for these models or that workers just received. Raises QueueError.
 
     None: more messages than are sensible to read. A message that is just being handed over is in neither place: look
-    only for requests that were queued a while ago. What a worker received long ago it has claimed, or it is dead.
+    only for requests that were queued a while ago. What a worker received longer than `held_s` ago does not count: its
+    requests are claimed, or it is dead.
     """
     with _redis(app) as client:
         pipeline = client.pipeline(transaction=True)
@@ -185,7 +264,7 @@ def waiting_ids(app: Celery, models: Collection[str]) -> set[int] | None:
         pipeline.zrange(_UNACKED_INDEX, 0, -1, withscores=True)
         pipeline.time()
         *waiting, unacked, received, (seconds, microseconds) = pipeline.execute()
-    since = seconds + microseconds / 1e6 - CLAIMED_WITHIN_S
+    since = seconds + microseconds / 1e6 - held_s
     old = {tag for tag, received_at in received if received_at < since}
     messages = [message for queue in waiting for message in queue]
     messages += [json.dumps(_first(envelope)) for tag, envelope in unacked.items() if tag not in old]
@@ -249,6 +328,8 @@ def _ids_in(message: bytes | str) -> list[int]:
     """The request ids in a message; none in one that we did not write."""
     try:
         envelope = json.loads(message)
+        if isinstance(envelope, list):
+            return [int(request_id) for request_id in envelope]
         body = envelope["body"]
         if envelope["properties"].get("body_encoding") == "base64":
             body = base64.b64decode(body)

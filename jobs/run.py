@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.artifacts import FoundArtifact
+from jobs.gpus import plan_gpus
 from jobs.inputs import InputOptions
 from jobs.queue_server import QueueServer, open_queue_server
 from jobs.results import BatchSummary, WrittenResults, check_output, summarise, write_results
@@ -91,7 +92,7 @@ def see_through(
     """
     # A worker of ours has nothing to wait for when we stop it: what is unfinished is done when we run again.
     settings = with_drain(settings, 0.0)
-    ours = Crew(settings, database, artifact.path, 1, observer.note, gives_up=True) if artifact else None
+    ours: Crew | None = None
     ticker = Ticker(database, settings, server, observer.note, is_strict=True)
     try:
         while not signals.is_set:
@@ -102,16 +103,26 @@ def see_through(
             observer.running(Progress(batch, next(iter(serving), None)))
             if batch.is_final:
                 return
+            if ours is None and not serving:
+                ours = _crew(settings, database, artifact, observer) if artifact else None
+                if ours is None:
+                    raise nobody_serves(model)
             if ours is not None:
                 ours.look_after(start=not serving)
-            elif not serving:
-                raise nobody_serves(model)
             ticker.tick()
             signals.wait(TICK_S)
     finally:
         if ours is not None:
             ours.stop()
         ticker.close()
+
+
+def _crew(settings: Settings, database: Database, artifact: FoundArtifact, observer: Observer) -> Crew:
+    """Workers of our own: one for each GPU, else one."""
+    plan = plan_gpus(settings, artifact.path)
+    if plan.reason:
+        observer.note(f"on the CPU: {plan.reason}")
+    return Crew(settings, database, artifact.path, 1, observer.note, gives_up=True, gpus=plan.gpus)
 
 
 def nobody_serves(model: str) -> WorkerFailed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import ipaddress
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from typing import Any, Literal
 
 import platformdirs
 from dotenv import dotenv_values
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from storage.errors import SettingsError
@@ -25,6 +27,8 @@ from storage.errors import SettingsError
 PREFIX = "PROMPTMILL_"
 # The operating systems' bound on a Unix socket's path is 104 to 108 bytes; sockets get names of up to 16.
 LONGEST_RUNTIME_DIR = 84
+# An empty variable counts as not set, so an empty list has a word of its own.
+NO_LENGTHS = "none"
 
 
 class DatabaseSettings(BaseModel):
@@ -56,6 +60,7 @@ class WorkerSettings(BaseModel):
     max_attempts: int = Field(3, ge=1, le=100)
     retry_backoff_s: float = Field(1.0, ge=0.0)
     answer_cache: bool = False
+    gpus: str = Field("auto", min_length=1)
 
 
 class EngineSettings(BaseModel):
@@ -63,16 +68,85 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    flavour: Literal["cpu", "null"] = "cpu"
+    flavour: Literal["auto", "cpu", "cuda", "null"] = "auto"
     null_token_s: float = Field(0.0, ge=0.0, le=10.0)
 
-    max_batch_size: int = Field(64, ge=1, le=4096)
+    max_batch_size: int = Field(0, ge=0, le=4096)
     context_length: int = Field(2048, ge=0)
-    prefill_chunk_tokens: int = Field(512, ge=1)
+    prefill_chunk_tokens: int = Field(0, ge=0)
+    kv_cache_mib: int = Field(0, ge=0)
+    shared_prefix_tokens: str = "512,1024,2048"
     threads: int = Field(0, ge=0)
     prefix_reuse: bool = True
     allow_spinning: bool = True
     watchdog_s: float = Field(120.0, ge=1.0)
+
+    @field_validator("shared_prefix_tokens")
+    @classmethod
+    def _are_lengths(cls, value: str) -> str:
+        if value != NO_LENGTHS and not all(part.strip().isdigit() and int(part) > 0 for part in value.split(",")):
+            raise ValueError(f"lengths in tokens with commas between, such as 512,1024,2048, or {NO_LENGTHS}")
+        return value
+
+    @property
+    def shared_prefix_lengths(self) -> tuple[int, ...]:
+        """`shared_prefix_tokens` as numbers, rising."""
+        if self.shared_prefix_tokens == NO_LENGTHS:
+            return ()
+        return tuple(sorted({int(part) for part in self.shared_prefix_tokens.split(",")}))
+
+
+class GatewaySettings(BaseModel):
+    """The HTTP door: where it listens, and what one call may cost."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", min_length=1)
+    port: int = Field(8000, ge=0, le=65_535)
+    open_on_loopback: bool = False
+    max_upload_bytes: int = Field(200_000_000, ge=1)
+    max_body_bytes: int = Field(12_000_000, ge=1024)
+    max_batch_lines: int = Field(50_000, ge=1)
+    file_lifetime_s: float = Field(2_592_000.0, ge=0.0)
+    receive_timeout_s: float = Field(30.0, ge=1.0)
+    drain_s: float = Field(30.0, ge=0.0)
+    refuse_impossible_deadlines: bool = False
+    request_timeout_s: float = Field(600.0, ge=1.0, le=86_400.0)
+    max_open_calls: int = Field(1000, ge=1)
+    max_waiting_requests: int = Field(256, ge=1)
+    max_wait_s: float = Field(30.0, ge=0.0)
+
+
+class DoorSettings(BaseModel):
+    """The doors beside HTTP: Celery by name, and the Redis inbox."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_open_calls: int = Field(256, ge=1)
+    request_timeout_s: float = Field(3600.0, ge=1.0)
+    result_lifetime_s: int = Field(86_400, ge=1)
+
+
+class WebhookSettings(BaseModel):
+    """How receivers are told of ended batches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    allowed_networks: str = ""
+    timeout_s: float = Field(10.0, ge=0.1, le=60.0)
+    first_retry_s: float = Field(5.0, ge=0.01, le=300.0)
+
+    @field_validator("allowed_networks")
+    @classmethod
+    def _are_networks(cls, text: str) -> str:
+        for each in filter(None, map(str.strip, text.split(","))):
+            try:
+                ipaddress.ip_network(each)
+            except ValueError:
+                raise PydanticCustomError(
+                    "networks", "networks such as 10.0.0.0/8, separated by commas; {each} is none", {"each": each}
+                ) from None
+        return text
 
 
 class LogSettings(BaseModel):
@@ -101,6 +175,9 @@ class Settings(BaseSettings):
     queue: QueueSettings = QueueSettings()  # type: ignore[call-arg]
     worker: WorkerSettings = WorkerSettings()  # type: ignore[call-arg]
     engine: EngineSettings = EngineSettings()  # type: ignore[call-arg]
+    gateway: GatewaySettings = GatewaySettings()  # type: ignore[call-arg]
+    door: DoorSettings = DoorSettings()  # type: ignore[call-arg]
+    webhook: WebhookSettings = WebhookSettings()  # type: ignore[call-arg]
     log: LogSettings = LogSettings()
 
     @property
@@ -194,6 +271,7 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         name = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
         shown = "the value" if name.endswith("_URL") else f"value {problem['input']!r}"
-        wanted = problem["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as an integer")
+        wanted = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        wanted = wanted.removesuffix(", unable to parse string as an integer")
         sentences.append(f"{name}: {shown} is not accepted; wanted: {wanted}")
     return "; ".join(sentences)

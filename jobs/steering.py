@@ -279,14 +279,25 @@ def cancel(database: Database, batch: BatchRow, files_dir: Path) -> BatchRow:
 
     What waits gets its result here as far as that is quick, so that it needs nobody who sweeps; sweep does the rest.
     """
+    begin_cancel(database, batch)
+    finish_cancel(database, batch, files_dir)
+    return _again(database, batch)
+
+
+def begin_cancel(database: Database, batch: BatchRow) -> BatchRow:
+    """The first step of `cancel`: nothing of the batch begins from now on."""
     _move(database, lambda connection, now: transitions.cancel_batch(connection, batch.id, now), batch)
+    return _again(database, batch)
+
+
+def finish_cancel(database: Database, batch: BatchRow, files_dir: Path) -> None:
+    """The second step, as far as that is quick: results for what waits, and the batch's files."""
     until = time.monotonic() + CANCEL_S
     while time.monotonic() < until and database.retry(
         lambda connection: transitions.end_requests(connection, batch.id, database.now())
     ):
         pass
     finalize_batches(database, files_dir, database.now())
-    return _again(database, batch)
 
 
 def pause(database: Database, batch: BatchRow) -> BatchRow:
@@ -300,9 +311,17 @@ def resume(database: Database, batch: BatchRow) -> BatchRow:
     return _again(database, batch)
 
 
-def retry_failed(database: Database, batch: BatchRow) -> int:
-    """Run the lines of an ended batch again that have no answer, refused ones apart. Returns how many."""
-    return _move(database, lambda connection, now: transitions.retry_batch(connection, batch.id, now), batch)
+def retry_failed(database: Database, batch: BatchRow, *, window_s: float | None = None) -> int:
+    """Run the lines of an ended batch again that have no answer, refused ones apart. Returns how many.
+
+    window_s: the new deadline, from now; None keeps the old one unless it has passed.
+    """
+
+    def move(connection: Connection, now: float) -> int:
+        expires_at = None if window_s is None else now + window_s
+        return transitions.retry_batch(connection, batch.id, now, expires_at=expires_at)
+
+    return _move(database, move, batch)
 
 
 def set_urgency(

@@ -134,6 +134,31 @@ def submit(
     return Submission(batch, was_there=False, written=writer.written)
 
 
+def write_lines(
+    database: Database,
+    source: Source,
+    options: InputOptions,
+    batch_options: BatchOptions,
+    batch: BatchRow,
+    *,
+    keep_on: Callable[[], bool],
+) -> bool:
+    """Write the lines of a batch that is there already and validating; go on after its last committed one.
+
+    keep_on: asked after each group; False stops, and then False is returned. Does not start the batch.
+    Raises InputError, and StorageError (illegal_move) when the batch no longer takes lines.
+    """
+    reader = InputReader(source, options)
+    writer = _Writer(database, source, reader, options, batch_options, batch.fingerprint)
+    with database.read() as connection:
+        writer.adopt(batch.id, queries.last_submitted_line(connection, batch.id))
+    for group in _groups(reader):
+        writer.write(group)
+        if not keep_on():
+            return False
+    return True
+
+
 def make_fingerprint(input_sha256: str, reader: InputReader, options: InputOptions, batch: BatchOptions) -> str:
     """SHA-256 over the input's bytes and all that changes what is asked: the same again means the same batch."""
     meaning = {
@@ -174,11 +199,16 @@ class _Writer:
     _earlier: _EarlierAnswers | None = None
     _scope: bytes = b""
 
+    def adopt(self, batch_id: int, committed_line: int) -> None:
+        """Write to this batch, whose lines up to `committed_line` are there."""
+        self._batch_id, self._committed_line = batch_id, committed_line
+        if self.batch_options.name is not None and self.batch_options.keeps_answers:
+            self._earlier = _EarlierAnswers(self.database, self.batch_options, batch_id)
+
     def write(self, group: list[InputLine | RefusedLine]) -> None:
         if self._batch_id is None:
-            self._batch_id, self._committed_line = self.database.retry(self._find_or_create)
-            if self.batch_options.name is not None and self.batch_options.keeps_answers:
-                self._earlier = _EarlierAnswers(self.database, self.batch_options, self._batch_id)
+            self.adopt(*self.database.retry(self._find_or_create))
+        assert self._batch_id is not None
         self.lines += len(group)
         self.refused += sum(isinstance(item, RefusedLine) for item in group)
         asked = {item.line: self._ask(item) for item in group if isinstance(item, InputLine)}
@@ -285,6 +315,7 @@ class _Writer:
                     body=item.body,
                     prefix_id=prefix_id,
                     estimated_tokens=estimate_tokens(item.body, len(item.prefix)),
+                    estimated_prompt_tokens=estimate_prompt_tokens(item.body, len(item.prefix)),
                     question_hash=question.number,
                     same_as=question.same_as,
                     source_id=self._earlier.find(item.custom_id, question.number) if self._earlier else None,
@@ -340,7 +371,12 @@ def estimate_tokens(body: str, prefix_characters: int = 0) -> int:
     """Tokens of prompt and answer, roughly."""
     bound = _MAX_TOKENS.search(body)
     answer = int(bound.group(1)) if bound else UNBOUNDED_ANSWER_TOKENS
-    return min((len(body) + prefix_characters) // CHARACTERS_PER_TOKEN + answer, _MOST_TOKENS)
+    return min(estimate_prompt_tokens(body, prefix_characters) + answer, _MOST_TOKENS)
+
+
+def estimate_prompt_tokens(body: str, prefix_characters: int = 0) -> int:
+    """Tokens of the prompt, roughly."""
+    return (len(body) + prefix_characters) // CHARACTERS_PER_TOKEN
 
 
 # Within a text the quotes would be escaped.

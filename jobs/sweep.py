@@ -14,7 +14,7 @@ from celery import Celery
 
 from jobs.dispatch import top_up
 from jobs.finalize import finalize_batches
-from jobs.queue import QueueError, waiting_ids
+from jobs.queue import CLAIMED_WITHIN_S, QueueError, waiting_ids, was_emptied
 from jobs.settings import Settings, WorkerSettings
 from storage import queries, transitions
 from storage.database import Database
@@ -25,6 +25,8 @@ from storage.retries import RetryLimits
 # A request in the queue for this long is looked for there. Far longer than a message takes from commit to Redis or
 # from Redis to a claim, so that none is taken for lost while it is on its way.
 LOST_AFTER_S = 30.0
+# By how much the clocks of hosts may differ when a message's receipt is compared with a worker's death.
+CLOCKS_DIFFER_S = 1.0
 # Rows for one step, so that no transaction holds the write lock for long.
 STEP_ROWS = 2000
 # Steps of one kind in a pass, a second or so: a million cancelled rows must not keep the queue from being filled.
@@ -67,7 +69,7 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Sw
     _finish(database, now)
     lost = queued = 0
     try:
-        lost = _find_lost(database, app, now)
+        lost = _find_lost(database, app, now, leases_ran_out=expired > 0)
         queued = top_up(database, app, settings.queue, now)
     except QueueError as error:
         log.warning("queue_not_reached", code=error.code, reason=error.message)
@@ -147,16 +149,25 @@ def _finish(database: Database, now: float) -> None:
         transitions.finish_batches(connection, now)
 
 
-def _find_lost(database: Database, app: Celery, now: float) -> int:
+def _find_lost(database: Database, app: Celery, now: float, *, leases_ran_out: bool) -> int:
     """Requests that are marked as queued but in no message go back to pending, to be published anew.
 
-    Messages in workers' hands count as present: looking at the lists alone would send those again and again.
+    Messages in workers' hands count as present: looking at the lists alone would send those again and again. After a
+    worker's death those that were received before it count no more, as they may have been in its hands; after a loss
+    of all that Redis had, nothing is waited for. One that was on its way after all then comes twice, which is no harm.
     """
     with database.read() as connection:
-        waiting = queries.queued_before(connection, now - LOST_AFTER_S, STEP_ROWS)
+        died_at = now if leases_ran_out else queries.last_death_at(connection, now - LOST_AFTER_S)
+    sent_before, held_s = now - LOST_AFTER_S, CLAIMED_WITHIN_S
+    if died_at is not None:
+        sent_before, held_s = died_at, min(held_s, max(0.0, now - died_at - CLOCKS_DIFFER_S))
+    if was_emptied(app):
+        sent_before = now
+    with database.read() as connection:
+        waiting = queries.queued_before(connection, sent_before, STEP_ROWS)
     if not waiting:
         return 0
-    present = waiting_ids(app, sorted({model for _, model in waiting}))
+    present = waiting_ids(app, sorted({model for _, model in waiting}), held_s=held_s)
     if present is None:
         return 0
     lost = [request_id for request_id, _ in waiting if request_id not in present]

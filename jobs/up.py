@@ -24,10 +24,13 @@ import structlog
 
 from jobs.artifacts import FoundArtifact
 from jobs.dispatch import top_up
+from jobs.gpus import plan_gpus
 from jobs.queue import make_app
 from jobs.queue_server import QueueServer, open_queue_server
 from jobs.settings import Settings
 from jobs.sweep import sweep
+from jobs.validation import Validator
+from jobs.webhook_sender import WebhookSender
 from jobs.worker_process import STOP_PATIENCE_S, Crew
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
@@ -183,20 +186,27 @@ class UpOutcome:
 
 
 def serve(
-    settings: Settings, artifact: FoundArtifact, workers: int, observer: UpObserver, signals: StopSignals
+    settings: Settings, artifact: FoundArtifact, workers: int | None, observer: UpObserver, signals: StopSignals
 ) -> UpOutcome:
     """Run until told to stop. Raises PromptmillError when it cannot start, or no worker can.
 
-    workers: processes for the artifact, all on the CPU; they share its cores.
+    workers: processes for the artifact on the CPU, which share its cores; None: one, or one for each GPU.
     """
     with _only_supervisor(settings), open_database(settings.database.url) as database:
         upgrade_schema(database)
+        if workers is not None:
+            settings = with_gpus(settings, "none")
+        plan, count = plan_gpus(settings, artifact.path), workers or 1
+        if plan.reason:
+            observer.note(f"on the CPU: {plan.reason}")
         with open_queue_server(settings) as server:
-            settings = share_cores(with_queue_url(settings, server.url), workers)
+            settings = share_cores(with_queue_url(settings, server.url), len(plan.gpus) or count)
             observer.note(f"queue: {'a private server in ' + str(settings.home) if server.is_embedded else 'ready'}")
             ticker = Ticker(database, settings, server, observer.note, is_strict=False)
-            crew = Crew(settings, database, artifact.path, workers, observer.note, gives_up=False)
+            crew = Crew(settings, database, artifact.path, count, observer.note, gives_up=False, gpus=plan.gpus)
             teller = _Teller(database, crew, observer)
+            sender = WebhookSender(database, settings.webhook).start()
+            validator = Validator(database, settings).start()
             try:
                 while not signals.is_set:
                     crew.look_after()
@@ -207,6 +217,8 @@ def serve(
             finally:
                 crew.kill()
                 ticker.close()
+                sender.close()
+                validator.close()
 
 
 def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals) -> None:
@@ -221,6 +233,8 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
         with open_queue_server(settings) as server:
             settings = with_queue_url(settings, server.url)
             ticker = Ticker(database, settings, server, observer.note, is_strict=False)
+            sender = WebhookSender(database, settings.webhook).start()
+            validator = Validator(database, settings).start()
             try:
                 while not signals.is_set:
                     if ticker.tick():
@@ -229,6 +243,8 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
                     signals.wait(TOP_UP_EVERY_S)
             finally:
                 ticker.close()
+                sender.close()
+                validator.close()
                 alive_file.unlink(missing_ok=True)
 
 
@@ -245,6 +261,10 @@ def with_queue_url(settings: Settings, url: str) -> Settings:
 
 def with_drain(settings: Settings, drain_s: float) -> Settings:
     return settings.model_copy(update={"worker": settings.worker.model_copy(update={"drain_s": drain_s})})
+
+
+def with_gpus(settings: Settings, gpus: str) -> Settings:
+    return settings.model_copy(update={"worker": settings.worker.model_copy(update={"gpus": gpus})})
 
 
 def share_cores(settings: Settings, workers: int) -> Settings:

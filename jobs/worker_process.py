@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +21,7 @@ from typing import IO
 import psutil
 import structlog
 
+from jobs.gpus import Gpu, for_gpus
 from jobs.settings import Settings, environment_of
 from storage import queries, transitions
 from storage.database import Connection, Database
@@ -41,6 +42,11 @@ GOOD_LIFE_S = 60.0
 MOST_FAILED_STARTS = 3
 # A worker's own way to say that its settings or its artifact are wrong.
 EXIT_CANNOT_START = 2
+# Its GPU is lost or sick. It is not started in a tight loop: each start looks at the GPU first, and ends at once if
+# that is still no good.
+EXIT_GPU = 69
+FIRST_GPU_PAUSE_S = 30.0
+LONGEST_GPU_PAUSE_S = 600.0
 # After its drain budget a worker has this long to leave before it is killed.
 STOP_PATIENCE_S = 15.0
 
@@ -50,20 +56,29 @@ class WorkerFailed(PromptmillError):
 
 
 class WorkerProcess:
-    """A running `promptmill worker`. artifact: the folder it serves. log_file: where its standard error goes."""
+    """A running `promptmill worker`. artifact: the folder it serves. gpu: what it is pinned to, if anything.
 
-    def __init__(self, settings: Settings, artifact: Path, place: int = 0) -> None:
+    log_file: where its standard error goes.
+    """
+
+    def __init__(self, settings: Settings, artifact: Path, place: int = 0, gpu: Gpu | None = None) -> None:
         settings.logs_dir.mkdir(parents=True, exist_ok=True)
         self.log_file = settings.logs_dir / f"worker-{os.getpid()}-{place}.stderr.log"
         self._log: IO[bytes] = self.log_file.open("ab")
         self._log_start = self._log.tell()
         self.started_at = time.monotonic()
+        command = [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact)]
+        command += ["--parent-pid", str(os.getpid())]
+        pin: dict[str, str] = {}
+        if gpu is not None:
+            command += ["--gpu", gpu.uuid]
+            pin = {"CUDA_VISIBLE_DEVICES": gpu.uuid}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact), "--parent-pid", str(os.getpid())],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **environment_of(settings)},
+            env={**os.environ, **environment_of(settings), **pin},
             start_new_session=True,
         )
 
@@ -110,6 +125,7 @@ class _Place:
     """One of the workers that there should be. failed_starts: in a row."""
 
     number: int
+    gpu: Gpu | None = None
     process: WorkerProcess | None = None
     restarts: int = 0  # in this series
     failed_starts: int = 0
@@ -120,14 +136,15 @@ class _Place:
 class _Death:
     pid: int
     exit_code: int
-    was_stopped: bool  # by us: no evidence against what it ran
+    was_stopped: bool  # by us, or for its GPU's sake: no evidence against what it ran
 
 
 class Crew:
     """So many workers for one artifact. Call `look_after` a few times a second; it never waits.
 
-    note: told what a person should know. gives_up: raise WorkerFailed also when workers that once were ready cannot be
-    started any more; a service goes on trying.
+    gpus: a worker for each of them; with none, `count` workers on the CPU. note: told what a person should know.
+    gives_up: raise WorkerFailed also when workers that once were ready cannot be started any more; a service goes on
+    trying.
     """
 
     def __init__(
@@ -139,14 +156,15 @@ class Crew:
         note: Callable[[str], None],
         *,
         gives_up: bool,
+        gpus: Sequence[Gpu] = (),
     ) -> None:
-        self._settings = settings
+        self._settings = for_gpus(settings, gpus)
         self._database = database
         self._artifact = artifact
         self._note = note
         self._gives_up = gives_up
         self._host = socket.gethostname()
-        self._places = [_Place(number) for number in range(count)]
+        self._places = [_Place(number, gpu) for number, gpu in enumerate(gpus or [None] * count)]
         self._unreported: list[_Death] = []
         self._pids: set[int] = set()  # all that we ever started
         self._was_ready = False
@@ -165,7 +183,7 @@ class Crew:
         for place in self._places:
             if place.process is None:
                 if start and time.monotonic() >= place.restart_at:
-                    place.process = WorkerProcess(self._settings, self._artifact, place.number)
+                    place.process = WorkerProcess(self._settings, self._artifact, place.number, place.gpu)
                     self._pids.add(place.process.pid)
                 continue
             code = place.process.exit_code()
@@ -218,20 +236,25 @@ class Crew:
         was_ready = ready is None or pid in ready
         self._was_ready = self._was_ready or ready is None or bool(ready)
         self._forget(place, code)
-        place.failed_starts = 0 if was_ready else place.failed_starts + 1
+        if was_ready:
+            place.failed_starts = 0
+        elif code != EXIT_GPU:
+            place.failed_starts += 1
         place.restarts = 1 if was_ready and lived_s > GOOD_LIFE_S else place.restarts + 1
         log.warning("worker_died", pid=pid, exit_code=code, lived_s=round(lived_s, 1), last_words=words)
         is_hopeless = code == EXIT_CANNOT_START or place.failed_starts >= MOST_FAILED_STARTS
-        if is_hopeless and (self._gives_up or not self._was_ready):
+        is_last = code == EXIT_GPU and self._gives_up and not self.running
+        if is_last or (is_hopeless and (self._gives_up or not self._was_ready)):
             raise WorkerFailed(f"the worker cannot start ({explain_exit(code)}):\n{words}", code="worker_failed")
-        pause_s = min(LONGEST_RESTART_PAUSE_S, FIRST_RESTART_PAUSE_S * 2 ** (place.restarts - 1))
+        pause_s = restart_pause_s(code, place.restarts)
         place.restart_at = time.monotonic() + pause_s
-        self._note(f"the worker died ({explain_exit(code)}) and is started again in {pause_s:g} s")
+        who = f"the worker of {place.gpu.name}" if place.gpu else "the worker"
+        self._note(f"{who} died ({explain_exit(code)}) and is started again in {pause_s:g} s")
 
     def _forget(self, place: _Place, code: int) -> None:
         process, place.process = place.process, None
         assert process is not None
-        self._unreported.append(_Death(process.pid, code, was_stopped=self._is_stopping))
+        self._unreported.append(_Death(process.pid, code, was_stopped=self._is_stopping or code == EXIT_GPU))
         process.forget()
 
     def _pids_that_got_ready(self) -> set[int] | None:
@@ -307,8 +330,17 @@ def serving_workers(connection: Connection, model: str | None, now: float) -> li
     return sorted(found, key=lambda row: row.status is not WorkerStatus.READY)
 
 
+def restart_pause_s(code: int, restarts: int) -> float:
+    """How long a worker that ended is left dead. restarts: how many in this series, this one included."""
+    if code == EXIT_GPU:
+        return min(LONGEST_GPU_PAUSE_S, FIRST_GPU_PAUSE_S * 2.0 ** (restarts - 1))
+    return min(LONGEST_RESTART_PAUSE_S, FIRST_RESTART_PAUSE_S * 2.0 ** (restarts - 1))
+
+
 def explain_exit(code: int) -> str:
     """An exit code as a person reads it."""
+    if code == EXIT_GPU:
+        return f"exit code {code}, its GPU is lost or sick"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -159,6 +159,8 @@ class Batch(Base):
     model: Mapped[str] = mapped_column(Text)
     artifact_digest: Mapped[str | None] = mapped_column(Text)  # of the model asked for, when it was known
     is_interactive: Mapped[bool] = mapped_column(Boolean, server_default=false(), default=False)
+    # Its lines may run as soon as they are written, while the rest is still being read (`validating`).
+    runs_early: Mapped[bool] = mapped_column(Boolean, server_default=false(), default=False)
     status: Mapped[str] = mapped_column(Text, default=BatchStatus.VALIDATING.value)
     priority: Mapped[int] = mapped_column(Integer, default=0)
     extra_metadata: Mapped[str | None] = mapped_column("metadata", Text)
@@ -168,6 +170,7 @@ class Batch(Base):
     # By which door it came (see Door), with which key, and what the API's own fields say.
     door: Mapped[str] = mapped_column(Text, server_default="cli", default="cli")
     api_key_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("api_keys.id"))
+    reply_to: Mapped[str | None] = mapped_column(Text)  # the Redis channel on which somebody waits for the answer
     input_file_public_id: Mapped[str | None] = mapped_column(Text)  # also after that file was deleted
     completion_window: Mapped[str | None] = mapped_column(Text)
     output_expires_after_s: Mapped[float | None] = mapped_column(Double)
@@ -184,12 +187,16 @@ class Batch(Base):
     prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Of all lines, roughly, from their lengths: what a tenant has queued is known before anything is tokenized.
+    estimated_prompt_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0", default=0)
 
     created_at: Mapped[float] = mapped_column(Double)
     in_progress_at: Mapped[float | None] = mapped_column(Double)
     # In progress, and nothing of it is queued or claimed until it is resumed.
     paused_at: Mapped[float | None] = mapped_column(Double)
     retried_at: Mapped[float | None] = mapped_column(Double)  # attempts before it no longer count against a limit
+    # A retry goes through the lines in parts: the first line it has not come to yet. None: no retry is going on.
+    retry_from_line: Mapped[int | None] = mapped_column(Integer)
     finalizing_at: Mapped[float | None] = mapped_column(Double)
     completed_at: Mapped[float | None] = mapped_column(Double)
     failed_at: Mapped[float | None] = mapped_column(Double)
@@ -206,6 +213,14 @@ class Batch(Base):
 
     __table_args__ = (
         Index("ix_batches_fingerprint", "tenant", "fingerprint"),
+        # A tenant's batches as it lists them: without the many single calls.
+        Index(
+            "ix_batches_tenant",
+            "tenant",
+            "id",
+            sqlite_where=text("is_interactive IS 0"),
+            postgresql_where=text("is_interactive IS false"),
+        ),
         Index(
             "ix_batches_name",
             "tenant",
@@ -405,18 +420,25 @@ class Answer(Base):
 
 
 class WebhookEndpoint(Base):
-    """Where a tenant wants to hear of ended batches. secret: signs what is sent, so it must be kept as it is."""
+    """Where a tenant wants to hear of ended batches. secret: signs what is sent, so it must be kept as it is.
+
+    former_secret: signs as well until `former_secret_until`, while the receiver is given the new one.
+    """
 
     __tablename__ = "webhook_endpoints"
 
     id: Mapped[int] = mapped_column(BigKey, primary_key=True)
     public_id: Mapped[str] = mapped_column(Text, unique=True)  # we_<24 hex>
     tenant: Mapped[str] = mapped_column(Text, ForeignKey("tenants.name"))
+    name: Mapped[str] = mapped_column(Text)  # what a person calls it
     url: Mapped[str] = mapped_column(Text)
     secret: Mapped[str] = mapped_column(Text)  # whsec_<base64>
+    former_secret: Mapped[str | None] = mapped_column(Text)
+    former_secret_until: Mapped[float | None] = mapped_column(Double)
     events: Mapped[str] = mapped_column(Text)  # comma-separated event types
     created_at: Mapped[float] = mapped_column(Double)
-    disabled_at: Mapped[float | None] = mapped_column(Double)
+    updated_at: Mapped[float] = mapped_column(Double)
+    disabled_at: Mapped[float | None] = mapped_column(Double)  # the receiver said that it is gone
 
     __table_args__ = (Index("ix_webhook_endpoints_tenant", "tenant"),)
 
@@ -441,7 +463,8 @@ class WebhookDelivery(Base):
     created_at: Mapped[float] = mapped_column(Double)
 
     __table_args__ = (
-        UniqueConstraint("endpoint_id", "batch_id", "event", name="uq_webhook_deliveries"),
+        # A batch that is retried ends once more.
+        UniqueConstraint("endpoint_id", "batch_id", "event", "created_at", name="uq_webhook_deliveries"),
         Index(
             "ix_webhook_deliveries_due",
             "next_try_at",
@@ -471,5 +494,7 @@ class Worker(Base):
     last_seen_at: Mapped[float] = mapped_column(Double)
     stopped_at: Mapped[float | None] = mapped_column(Double)
     exit_code: Mapped[int | None] = mapped_column(Integer)  # of its process, as whoever started it saw it
+    device_detail: Mapped[str | None] = mapped_column(Text)  # JSON: the last reading of its GPU
+    requests_per_s: Mapped[float] = mapped_column(Double, server_default="0", default=0.0)  # over its last beat
 
     __table_args__ = (Index("ix_workers_model", "model", "status"),)

@@ -6,22 +6,25 @@ in pages, each a short read of its own, so that memory and SQLite's log stay sma
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, literal, select
+from sqlalchemy import Connection, and_, bindparam, func, literal, or_, select
 
 from storage.bulk import one_of
 from storage.database import Database
-from storage.models import AttemptOutcome, BatchStatus, Door, RequestStatus, WorkerStatus
+from storage.models import FINAL_REQUEST_STATUSES, AttemptOutcome, BatchStatus, Door, RequestStatus, WorkerStatus
 from storage.transitions import (
     ANSWERS,
+    API_KEYS,
     ATTEMPTS,
     BATCHES,
     FILES,
     IS_AT_WORK,
+    IS_ENDING,
     IS_FINISHABLE,
     OPEN_BATCH,
     PENDING_DELAYED,
@@ -85,12 +88,16 @@ class BatchRow:
     errors: str | None = None
     door: str = Door.CLI.value
     api_key_id: int | None = None
+    reply_to: str | None = None
     input_file_public_id: str | None = None
     completion_window: str | None = None
     output_expires_after_s: float | None = None
     submit_options: str | None = None
     validated_by: str | None = None
     validation_lease_expires_at: float | None = None
+    estimated_prompt_tokens: int = 0
+    runs_early: bool = False
+    retry_from_line: int | None = None
 
     @property
     def remaining_requests(self) -> int:
@@ -150,6 +157,15 @@ class PendingRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StalledRequest:
+    """A request that waits for its message. is_pending: it has none; else it may have one."""
+
+    id: int
+    model: str
+    is_pending: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TenantRow:
     name: str
     weight: float
@@ -158,6 +174,34 @@ class TenantRow:
     max_queued_prompt_tokens: int | None = None
     max_running_batches: int | None = None
     max_storage_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What a tenant holds right now. queued_prompt_tokens: estimated from lengths, of requests without an answer.
+
+    running_batches: those that have not ended, single requests apart. storage_bytes: uploaded and result files.
+    """
+
+    queued_prompt_tokens: int
+    running_batches: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeyRow:
+    """A key; the columns of `storage.models.ApiKey`."""
+
+    id: int
+    public_id: str
+    tenant: str
+    name: str
+    sha256: str
+    shown_prefix: str
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +259,17 @@ class WorkerRow:
     last_seen_at: float
     stopped_at: float | None
     exit_code: int | None = None
+    device_detail: dict[str, Any] | None = None
+    requests_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecentWork:
+    """Requests that were answered lately, their tokens, and when the first of them was."""
+
+    requests: int
+    tokens: int
+    first_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +351,12 @@ def find_file(connection: Connection, file_id: int) -> FileRow | None:
     return None if row is None else FileRow(**row._mapping)
 
 
+def file_public_ids(connection: Connection, file_ids: Collection[int]) -> dict[int, str]:
+    """Files' row ids -> the ids that users know."""
+    rows = connection.execute(select(FILES.c.id, FILES.c.public_id).where(FILES.c.id.in_(sorted(file_ids))))
+    return {row.id: row.public_id for row in rows}
+
+
 def find_file_by_public_id(connection: Connection, public_id: str) -> FileRow | None:
     row = connection.execute(select(FILES).where(FILES.c.public_id == public_id)).first()
     return None if row is None else FileRow(**row._mapping)
@@ -304,6 +365,53 @@ def find_file_by_public_id(connection: Connection, public_id: str) -> FileRow | 
 def tenants(connection: Connection) -> dict[str, TenantRow]:
     """All tenants by name."""
     return {row.name: TenantRow(**row._mapping) for row in connection.execute(select(TENANTS))}
+
+
+def find_tenant(connection: Connection, name: str) -> TenantRow | None:
+    row = connection.execute(select(TENANTS).where(TENANTS.c.name == name)).first()
+    return None if row is None else TenantRow(**row._mapping)
+
+
+def tenant_usage(connection: Connection, tenant: str) -> TenantUsage:
+    """What a tenant holds of what its quotas bound."""
+    batches, files = running_batches(connection, tenant), stored_bytes(connection, tenant)
+    return TenantUsage(queued_prompt_tokens(connection, tenant), batches, files)
+
+
+def queued_prompt_tokens(connection: Connection, tenant: str, *, up_to_batch_id: int | None = None) -> int:
+    """Estimated prompt tokens of a tenant's requests that have no answer. up_to_batch_id: of batches made until then,
+    so that of two that arrive together the first is let in."""
+    left = BATCHES.c.total_requests - BATCHES.c.completed_requests - BATCHES.c.failed_requests
+    tokens = BATCHES.c.estimated_prompt_tokens * 1.0 * left / func.nullif(BATCHES.c.total_requests, 0)
+    statement = select(func.sum(tokens)).where(OPEN_BATCH, BATCHES.c.tenant == tenant)
+    if up_to_batch_id is not None:
+        statement = statement.where(BATCHES.c.id <= up_to_batch_id)
+    return round(connection.execute(statement).scalar_one() or 0)
+
+
+def running_batches(connection: Connection, tenant: str) -> int:
+    """Batches of a tenant that have not ended, single requests apart."""
+    counted = select(func.count()).where(OPEN_BATCH, BATCHES.c.tenant == tenant, BATCHES.c.is_interactive.is_(False))
+    return int(connection.execute(counted).scalar_one())
+
+
+def stored_bytes(connection: Connection, tenant: str) -> int:
+    """Bytes of a tenant's files."""
+    return int(connection.execute(select(func.sum(FILES.c.bytes)).where(FILES.c.tenant == tenant)).scalar_one() or 0)
+
+
+def find_api_key(connection: Connection, sha256: str) -> ApiKeyRow | None:
+    """The key with that digest, whatever its state."""
+    row = connection.execute(select(API_KEYS).where(API_KEYS.c.sha256 == sha256)).first()
+    return None if row is None else ApiKeyRow(**row._mapping)
+
+
+def list_api_keys(connection: Connection, tenant: str | None = None) -> list[ApiKeyRow]:
+    """Keys in the order in which they were made. tenant: only of that one."""
+    statement = select(API_KEYS).order_by(API_KEYS.c.id)
+    if tenant is not None:
+        statement = statement.where(API_KEYS.c.tenant == tenant)
+    return [ApiKeyRow(**row._mapping) for row in connection.execute(statement)]
 
 
 def stored_answers(connection: Connection, keys: Collection[str]) -> dict[str, StoredAnswer]:
@@ -327,9 +435,20 @@ def stored_answers(connection: Connection, keys: Collection[str]) -> dict[str, S
     return {row.key: StoredAnswer(**row._mapping) for row in rows}
 
 
-def list_batches(connection: Connection, limit: int = 50, before_id: int | None = None) -> list[BatchRow]:
-    """Batches, the newest first."""
+def list_batches(
+    connection: Connection,
+    limit: int = 50,
+    before_id: int | None = None,
+    *,
+    tenant: str | None = None,
+    with_interactive: bool = True,
+) -> list[BatchRow]:
+    """Batches, the newest first. tenant: only of that one. with_interactive: single calls too, and replays."""
     statement = select(BATCHES).order_by(BATCHES.c.id.desc()).limit(limit)
+    if tenant is not None:
+        statement = statement.where(BATCHES.c.tenant == tenant)
+    if not with_interactive:
+        statement = statement.where(BATCHES.c.is_interactive.is_(False))
     if before_id is not None:
         statement = statement.where(BATCHES.c.id < before_id)
     return [BatchRow(**_batch_values(row)) for row in connection.execute(statement)]
@@ -340,6 +459,12 @@ def open_batches(connection: Connection, status: BatchStatus) -> list[BatchRow]:
     statement = select(BATCHES).where(OPEN_BATCH, BATCHES.c.status == status.value)
     rows = connection.execute(statement.order_by(BATCHES.c.priority.desc(), BATCHES.c.id))
     return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+def count_batches(connection: Connection) -> dict[BatchStatus, int]:
+    """All batches by status; a status that none has is there with 0."""
+    rows = connection.execute(select(BATCHES.c.status, func.count()).group_by(BATCHES.c.status))
+    return dict.fromkeys(BatchStatus, 0) | {BatchStatus(status): count for status, count in rows}
 
 
 def count_requests(connection: Connection, batch_id: int) -> dict[RequestStatus, int]:
@@ -354,6 +479,15 @@ def last_submitted_line(connection: Connection, batch_id: int) -> int:
     """The highest line that is written; 0 for none. An interrupted submission goes on after it."""
     line = connection.execute(select(func.max(REQUESTS.c.line)).where(REQUESTS.c.batch_id == batch_id)).scalar_one()
     return int(line or 0)
+
+
+def request_ids(connection: Connection, batch_id: int) -> list[int]:
+    """The requests of a small batch, in input order."""
+    return list(
+        connection.execute(
+            select(REQUESTS.c.id).where(REQUESTS.c.batch_id == batch_id).order_by(REQUESTS.c.line)
+        ).scalars()
+    )
 
 
 def submitted_custom_ids(database: Database, batch_id: int) -> Iterator[str]:
@@ -377,6 +511,45 @@ def prefix_texts(connection: Connection, prefix_ids: Collection[int]) -> dict[in
     """Prefix ids -> texts."""
     rows = connection.execute(select(PREFIXES.c.id, PREFIXES.c.text).where(PREFIXES.c.id.in_(sorted(prefix_ids))))
     return {row.id: row.text for row in rows}
+
+
+def has_unclaimed_validation(connection: Connection, now: float, *, besides: Collection[int] = ()) -> bool:
+    """Whether a batch, besides these, waits for somebody to read its input file."""
+    waiting = select(BATCHES.c.id).where(
+        BATCHES.c.id.not_in(sorted(besides)),
+        OPEN_BATCH,
+        BATCHES.c.status == BatchStatus.VALIDATING.value,
+        BATCHES.c.input_file_public_id.is_not(None),
+        or_(BATCHES.c.validation_lease_expires_at.is_(None), BATCHES.c.validation_lease_expires_at < now),
+    )
+    return connection.execute(waiting.limit(1)).first() is not None
+
+
+def recent_work(
+    connection: Connection, *, since: float, model: str | None = None, batch_id: int | None = None, limit: int = 1000
+) -> RecentWork:
+    """The newest results, at most `limit` and none from before an instant: of one batch, or of a model's batches."""
+    newest = select(RESULTS.c.request_id, RESULTS.c.batch_id, RESULTS.c.finished_at).order_by(RESULTS.c.id.desc())
+    if batch_id is not None:
+        newest = newest.where(RESULTS.c.batch_id == batch_id)
+    recent = newest.limit(limit).subquery()
+    statement = (
+        select(
+            func.count(),
+            func.sum(func.coalesce(ATTEMPTS.c.prompt_tokens, 0) + func.coalesce(ATTEMPTS.c.completion_tokens, 0)),
+            func.min(recent.c.finished_at),
+        )
+        .select_from(recent)
+        .join(
+            ATTEMPTS,
+            and_(ATTEMPTS.c.request_id == recent.c.request_id, ATTEMPTS.c.outcome == AttemptOutcome.COMPLETED.value),
+        )
+        .where(recent.c.finished_at >= since)
+    )
+    if model is not None:
+        statement = statement.join(BATCHES, BATCHES.c.id == recent.c.batch_id).where(BATCHES.c.model == model)
+    row = connection.execute(statement).one()
+    return RecentWork(int(row[0]), int(row[1] or 0), row[2])
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -427,6 +600,28 @@ def results_after(connection: Connection, batch_id: int, result_id: int, limit: 
         .limit(limit)
     )
     return [_result(row) for row in rows]
+
+
+def results_of(connection: Connection, request_ids: Collection[int]) -> list[ResultRow]:
+    """The results of these requests, as far as there are any."""
+    return [_result(row) for row in connection.execute(_RESULTS_OF, {"ids": sorted(request_ids)})]
+
+
+_RESULTS_OF = (
+    select(*_RESULT_COLUMNS)
+    .join_from(RESULTS, REQUESTS, RESULTS.c.request_id == REQUESTS.c.id)
+    .where(one_of(RESULTS.c.request_id, "ids"), REQUESTS.c.status.in_([s.value for s in FINAL_REQUEST_STATUSES]))
+)
+
+
+def device_of(connection: Connection, request_id: int) -> str | None:
+    """Where the answer to a request was computed."""
+    return connection.execute(
+        select(ATTEMPTS.c.device)
+        .where(ATTEMPTS.c.request_id == request_id, ATTEMPTS.c.outcome == AttemptOutcome.COMPLETED.value)
+        .order_by(ATTEMPTS.c.id.desc())
+        .limit(1)
+    ).scalar_one_or_none()
 
 
 def failures_by_code(connection: Connection, batch_id: int) -> list[FailureCount]:
@@ -529,6 +724,44 @@ def queued_counts(connection: Connection) -> dict[tuple[str, bool], int]:
     return {(row.model, bool(row.is_interactive)): row.requests for row in rows}
 
 
+def interactive_load(connection: Connection) -> dict[str, tuple[int, float]]:
+    """model -> interactive requests that no worker has taken yet, and since when the oldest waits."""
+    rows = connection.execute(
+        select(BATCHES.c.model, func.count().label("requests"), func.min(REQUESTS.c.queued_at).label("since"))
+        .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
+        .where(_is(RequestStatus.QUEUED), BATCHES.c.is_interactive, BATCHES.c.paused_at.is_(None))
+        .group_by(BATCHES.c.model)
+    )
+    return {row.model: (row.requests, row.since) for row in rows}
+
+
+def stalled_requests(
+    connection: Connection, ids: Collection[int], now: float, queued_before: float
+) -> list[StalledRequest]:
+    """Of these requests, those that could be sent (again): pending, or in the queue since before an instant."""
+    rows = connection.execute(_STALLED, {"ids": sorted(ids), "now": now, "before": queued_before})
+    return [StalledRequest(row.id, row.model, row.status == RequestStatus.PENDING) for row in rows]
+
+
+_STALLED = (
+    select(REQUESTS.c.id, REQUESTS.c.status, BATCHES.c.model)
+    .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
+    .where(
+        one_of(REQUESTS.c.id, "ids"),
+        IS_AT_WORK,
+        or_(
+            and_(
+                REQUESTS.c.status.concat("") == RequestStatus.PENDING.value,
+                func.coalesce(REQUESTS.c.not_before, 0.0) <= bindparam("now"),
+            ),
+            and_(
+                REQUESTS.c.status.concat("") == RequestStatus.QUEUED.value, REQUESTS.c.queued_at < bindparam("before")
+            ),
+        ),
+    )
+)
+
+
 def waiting_tenants(connection: Connection) -> list[str]:
     """Tenants that have requests in the queue."""
     rows = connection.execute(
@@ -607,6 +840,12 @@ def unfinished_batches(connection: Connection) -> list[BatchRow]:
     return [BatchRow(**_batch_values(row)) for row in rows]
 
 
+def ending_batches(connection: Connection) -> set[int]:
+    """Batches that are being cancelled or whose deadline has passed, and that have not ended: their ids."""
+    rows = connection.execute(select(BATCHES.c.id).where(OPEN_BATCH, IS_ENDING))
+    return set(rows.scalars())
+
+
 def has_finishable_batch(connection: Connection) -> bool:
     """Whether the counters of some batch say that it is at its end."""
     return connection.execute(select(BATCHES.c.id).where(OPEN_BATCH, IS_FINISHABLE).limit(1)).first() is not None
@@ -665,6 +904,16 @@ def list_workers(connection: Connection, *, since: float) -> list[WorkerRow]:
     return [_worker(row) for row in connection.execute(statement)]
 
 
+def last_death_at(connection: Connection, since: float) -> float | None:
+    """When the last worker ended that did not do so in good order, if that was after `since`."""
+    latest = connection.execute(
+        select(func.max(WORKERS.c.stopped_at)).where(
+            WORKERS.c.status == WorkerStatus.FAILED.value, WORKERS.c.stopped_at > since
+        )
+    ).scalar_one()
+    return None if latest is None else float(latest)
+
+
 def find_worker(connection: Connection, name: str) -> WorkerRow | None:
     row = connection.execute(select(WORKERS).where(WORKERS.c.name == name)).first()
     return None if row is None else _worker(row)
@@ -698,4 +947,5 @@ def _worker(row: Any) -> WorkerRow:
     values = dict(row._mapping)
     del values["id"]
     values["status"] = WorkerStatus(values["status"])
+    values["device_detail"] = json.loads(values["device_detail"]) if values["device_detail"] else None
     return WorkerRow(**values)

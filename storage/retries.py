@@ -2,10 +2,12 @@
 
 A request that failed in a way another try may cure comes back after a pause that doubles, until the attempt limit.
 
-When a worker dies, any of the requests in its hands may have killed it. They come back in groups an eighth as large,
-each group alone on its worker, so that a killer is in ever smaller company until it stands alone. Only deaths alone
-are evidence: a request whose worker died that often while it ran nothing else is a poison prompt. Its neighbours, and
-requests that a power cut or an impatient hand met by chance, are not: they would have to be met alone each time.
+When a worker dies, any of the requests in its hands may have killed it, or none: memory was short, the power went, a
+hand was impatient. So after its first death a request comes back like any other. One that was there at a second death
+is under suspicion: it comes back in a group an eighth as large as the company it was in, alone on its worker, so that
+a killer is in ever smaller company until it stands alone. Only deaths alone are evidence: a request whose worker died
+that often while it ran nothing else is a poison prompt. Its neighbours, and requests that were met by chance, are not:
+they would have to be met alone each time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A worker's requests come back in groups this much smaller: a killer among 128 stands alone after the third death.
+# At so many deaths a request was there by chance, most likely: kills by the clock or by hand meet few twice.
+UNSUSPICIOUS_DEATHS = 1
+# Suspects come back in groups this much smaller: a killer among 128 stands alone after the fourth death.
 GROUP_DIVISOR = 8
 
 
@@ -52,20 +56,17 @@ class Sentence:
     pause_s: float = 0.0
 
 
-def judge(deaths: Sequence[Death], isolation: int | None, *, was_seen: bool, limits: RetryLimits) -> Sentence:
-    """Decide over a request by the deaths it was there for, the latest last.
-
-    isolation: the group it ran in. was_seen: somebody saw the process end; else only its lease ran out, which a
-    database that was away does to all workers at once: the first time, that is no ground for suspicion.
-    """
-    if sum(death.batch_mates == 0 for death in deaths) >= limits.max_attempts:
+def judge(deaths: Sequence[Death], isolation: int | None, *, limits: RetryLimits) -> Sentence:
+    """Decide over a request by the deaths it was there for, the latest last. isolation: the group it ran in."""
+    deaths_alone = sum(death.batch_mates == 0 for death in deaths)
+    if deaths_alone >= limits.max_attempts:
         return Sentence(is_poison=True)
-    if not was_seen and len(deaths) < 2:
+    if len(deaths) <= UNSUSPICIOUS_DEATHS:
         return Sentence(is_poison=False)
     mates = deaths[-1].batch_mates
     group = isolation if mates is None else -(-(mates + 1) // GROUP_DIVISOR)
     if isolation is not None and group is not None:
         group = min(group, isolation)
-    # The first time at once; then ever later, so that whatever kills workers by the clock meets others in between.
-    pause_s = 0.0 if len(deaths) < 2 else limits.pause_s(len(deaths) - 1)
-    return Sentence(is_poison=False, isolation=group, pause_s=pause_s)
+    # Groups come back at once. One that stands alone comes back ever later, so that whatever kills workers by the clock
+    # meets others in between.
+    return Sentence(is_poison=False, isolation=group, pause_s=limits.pause_s(deaths_alone) if deaths_alone else 0.0)

@@ -19,12 +19,31 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Table, and_, bindparam, delete, exists, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Double,
+    Table,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    not_,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy import cast as cast_to
 
 from storage.bulk import insert_rows, one_of, storable
 from storage.errors import StorageError
 from storage.models import (
+    FINAL_REQUEST_STATUSES,
     Answer,
+    ApiKey,
     Attempt,
     AttemptOutcome,
     Batch,
@@ -41,11 +60,13 @@ from storage.models import (
     Worker,
     WorkerStatus,
 )
+from storage.outbox import announce_end
 from storage.retries import DEFAULT_LIMITS, Death, RetryLimits, judge
 
 TENANTS = cast(Table, Tenant.__table__)
 FILES = cast(Table, File.__table__)
 ANSWERS = cast(Table, Answer.__table__)
+API_KEYS = cast(Table, ApiKey.__table__)
 BATCHES = cast(Table, Batch.__table__)
 PREFIXES = cast(Table, Prefix.__table__)
 REQUESTS = cast(Table, Request.__table__)
@@ -62,7 +83,7 @@ BATCH_MOVES: Mapping[BatchStatus, tuple[BatchStatus, ...]] = {
         BatchStatus.CANCELLED,
     ),
     BatchStatus.FAILED: (BatchStatus.VALIDATING,),
-    BatchStatus.FINALIZING: (BatchStatus.IN_PROGRESS,),
+    BatchStatus.FINALIZING: (BatchStatus.IN_PROGRESS,),  # passed through at once by interactive batches: no files
     BatchStatus.COMPLETED: (BatchStatus.FINALIZING,),
     BatchStatus.EXPIRED: (BatchStatus.FINALIZING,),
     BatchStatus.CANCELLING: (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS),
@@ -73,6 +94,7 @@ BATCH_MOVES: Mapping[BatchStatus, tuple[BatchStatus, ...]] = {
 STATEMENT_ROWS = 2000
 # What a failed attempt says when its request kept killing workers.
 POISON_PROMPT = "poison_prompt"
+QUOTAS = ("max_requests_per_minute", "max_queued_prompt_tokens", "max_running_batches", "max_storage_bytes")
 # Whose attempts are those that nobody made: answers that were there when the line arrived, or came with another's.
 NO_WORKER = "none"
 
@@ -88,7 +110,7 @@ class IllegalMove(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A batch as submitted. metadata: JSON text."""
+    """A batch as submitted. metadata: JSON text. runs_early: its lines need not wait until all are written."""
 
     public_id: str
     fingerprint: str
@@ -102,12 +124,26 @@ class NewBatch:
     idempotency_key: str | None = None
     artifact_digest: str | None = None
     is_interactive: bool = False
+    runs_early: bool = False
     door: Door = Door.CLI
     api_key_id: int | None = None
+    reply_to: str | None = None
     input_file_public_id: str | None = None
     completion_window: str | None = None
     output_expires_after_s: float | None = None
     submit_options: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewApiKey:
+    """A key as it is kept. sha256: of the whole key, which nobody keeps."""
+
+    public_id: str
+    tenant: str
+    name: str
+    sha256: str
+    shown_prefix: str
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +159,7 @@ class NewRequest:
     body: str
     prefix_id: int | None = None
     estimated_tokens: int = 0
+    estimated_prompt_tokens: int = 0
     question_hash: int | None = None
     same_as: int | None = None
     source_id: int | None = None
@@ -155,6 +192,16 @@ class ClaimedRequest:
     queued_at: float | None
     claimed_at: float
     isolation: int | None = None
+    is_interactive: bool = False
+    expires_at: float | None = None
+    reply_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A request that nobody waits for any more. worker: who was running it, to be told; None: it had not begun."""
+
+    worker: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +291,7 @@ def create_batch(connection: Connection, batch: NewBatch, now: float) -> int:
                 "prompt_tokens": 0,
                 "cached_tokens": 0,
                 "completion_tokens": 0,
+                "estimated_prompt_tokens": 0,
                 "created_at": now,
             },
         ).scalar_one()
@@ -273,7 +321,7 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
     A line that is already there stays as it is, so an interrupted submission can be repeated from any line before
     the break.
     """
-    added = 0
+    added = prompt_tokens = 0
     for part in _parts(requests):
         rows = [
             {
@@ -290,9 +338,13 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
             }
             for request in part
         ]
-        added += insert_rows(connection, REQUESTS, rows, unless=("batch_id", "line"))
+        new = insert_rows(connection, REQUESTS, rows, unless=("batch_id", "line"))
+        added += new
+        if new:
+            prompt_tokens += sum(request.estimated_prompt_tokens for request in part) * new // len(part)
     if added:
-        _count(connection, batch_id, {"total_requests": added}, only_in=BatchStatus.VALIDATING)
+        counts = {"total_requests": added, "estimated_prompt_tokens": prompt_tokens}
+        _count(connection, batch_id, counts, only_in=BatchStatus.VALIDATING)
     return added
 
 
@@ -383,10 +435,118 @@ def start_batch(connection: Connection, batch_id: int, now: float) -> None:
     finish_batches(connection, now, batch_id=batch_id)
 
 
-def fail_batch(connection: Connection, batch_id: int, code: str, message: str, now: float) -> None:
-    """The input as a whole is unusable: validating -> failed. Lines written so far will not run."""
-    told: dict[str, Any] = {"error_code": code, "error_message": storable(message)}
+def create_interactive(connection: Connection, batch: NewBatch, request: NewRequest, now: float) -> tuple[int, int]:
+    """Write a batch of one request that somebody waits for: in progress, its request queued, about to be published.
+
+    Returns (batch id, request id).
+    """
+    assert batch.is_interactive
+    _add_tenant(connection, batch.tenant)
+    values = {
+        **asdict(batch),
+        "status": BatchStatus.IN_PROGRESS.value,
+        "total_requests": 1,
+        "completed_requests": 0,
+        "failed_requests": 0,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "estimated_prompt_tokens": request.estimated_prompt_tokens,
+        "created_at": now,
+        "in_progress_at": now,
+    }
+    batch_id = int(connection.execute(insert(BATCHES).returning(BATCHES.c.id), values).scalar_one())
+    line = {
+        "batch_id": batch_id,
+        "line": request.line,
+        "custom_id": request.custom_id,
+        "status": RequestStatus.QUEUED.value,
+        "queued_at": now,
+        "body": storable(request.body),
+        "attempt": 0,
+        "estimated_tokens": request.estimated_tokens,
+    }
+    return batch_id, int(connection.execute(insert(REQUESTS).returning(REQUESTS.c.id), line).scalar_one())
+
+
+def release_idempotency_key(connection: Connection, batch_id: int) -> None:
+    """Let the next call under that key begin anew: this one ended without an answer that would be worth repeating."""
+    connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(idempotency_key=None))
+
+
+def claim_validation(
+    connection: Connection, *, owner: str, lease_s: float, now: float, besides: Collection[int] = ()
+) -> int | None:
+    """Take the batch whose input file is to be read next: nobody has begun it, or its reader's lease ran out.
+
+    besides: passed over. Returns its id; it is `owner`'s as long as `renew_validation` says so.
+    """
+    waiting = (
+        select(BATCHES.c.id)
+        .where(
+            OPEN_BATCH,
+            BATCHES.c.status == BatchStatus.VALIDATING.value,
+            BATCHES.c.input_file_public_id.is_not(None),
+            BATCHES.c.id.not_in(sorted(besides)),
+            or_(BATCHES.c.validation_lease_expires_at.is_(None), BATCHES.c.validation_lease_expires_at < now),
+        )
+        .order_by(BATCHES.c.priority.desc(), BATCHES.c.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    batch_id = connection.execute(waiting).scalar_one_or_none()
+    if batch_id is None:
+        return None
+    connection.execute(
+        update(BATCHES)
+        .where(BATCHES.c.id == batch_id)
+        .values(validated_by=owner, validation_lease_expires_at=now + lease_s)
+    )
+    return int(batch_id)
+
+
+def renew_validation(connection: Connection, batch_id: int, *, owner: str, lease_s: float, now: float) -> bool:
+    """Extend the hold on a batch's validation. False: it is over (cancelled), or another reader's: stop."""
+    renewed = (
+        update(BATCHES)
+        .where(
+            BATCHES.c.id == batch_id,
+            BATCHES.c.status == BatchStatus.VALIDATING.value,
+            BATCHES.c.validated_by == owner,
+        )
+        .values(validation_lease_expires_at=now + lease_s)
+    )
+    return _rowcount(connection.execute(renewed)) == 1
+
+
+def release_validation(connection: Connection, batch_id: int, *, owner: str) -> None:
+    """Hand a batch's validation back unfinished: the next reader need not wait for the lease."""
+    connection.execute(
+        update(BATCHES)
+        .where(BATCHES.c.id == batch_id, BATCHES.c.validated_by == owner)
+        .values(validated_by=None, validation_lease_expires_at=None)
+    )
+
+
+def name_model(connection: Connection, batch_id: int, model: str, artifact_digest: str | None) -> None:
+    """Write what the lines of a batch that is still validating ask for: known only once its file is read."""
+    connection.execute(
+        update(BATCHES)
+        .where(BATCHES.c.id == batch_id, BATCHES.c.status == BatchStatus.VALIDATING.value)
+        .values(model=model, artifact_digest=artifact_digest)
+    )
+
+
+def fail_batch(
+    connection: Connection, batch_id: int, code: str, message: str, now: float, *, errors: str | None = None
+) -> None:
+    """The input as a whole is unusable: validating -> failed. Lines written so far will not run.
+
+    errors: JSON text, all that is wrong with it, where `code` and `message` say the first.
+    """
+    told: dict[str, Any] = {"error_code": code, "error_message": storable(message), "errors": errors}
     _move_batch(connection, batch_id, BatchStatus.FAILED, failed_at=now, **told)
+    announce_end(connection, batch_id, BatchStatus.FAILED, now)
 
 
 # --- into the queue ----------------------------------------------------------------------------------------------
@@ -422,6 +582,47 @@ def set_tenant(connection: Connection, name: str, weight: float) -> None:
         raise IllegalMove(f"tenant {name}: weight {weight:g} is not within 0.01 to 10000")
     _add_tenant(connection, name, weight)
     connection.execute(update(TENANTS).where(TENANTS.c.name == name).values(weight=weight))
+
+
+# --- who may send work -------------------------------------------------------------------------------------------
+
+
+def set_quotas(connection: Connection, name: str, quotas: Mapping[str, int | None]) -> None:
+    """Bound what a tenant may do at once. quotas: columns of Tenant -> bound; None: no bound. The rest stays."""
+    for quota, bound in quotas.items():
+        if quota not in QUOTAS:
+            raise IllegalMove(f"tenant {name}: there is no quota {quota}")
+        most = 2**31 if quota == "max_requests_per_minute" else 2**63  # as wide as the column
+        if bound is not None and not 0 <= bound < most:
+            raise IllegalMove(f"tenant {name}: {quota} {bound} is not within 0 to {most - 1}; or take it away: none")
+    _add_tenant(connection, name)
+    if quotas:
+        connection.execute(update(TENANTS).where(TENANTS.c.name == name).values(dict(quotas)))
+
+
+def create_api_key(connection: Connection, key: NewApiKey, now: float) -> int:
+    """Write a key, and its tenant if it is new. Returns its id."""
+    _add_tenant(connection, key.tenant)
+    values = {**asdict(key), "created_at": now}
+    return int(connection.execute(insert(API_KEYS).returning(API_KEYS.c.id), values).scalar_one())
+
+
+def revoke_api_key(connection: Connection, key_id: int, now: float) -> bool:
+    """End a key for good. False: it was revoked before."""
+    revoked = update(API_KEYS).where(API_KEYS.c.id == key_id, API_KEYS.c.revoked_at.is_(None)).values(revoked_at=now)
+    return _rowcount(connection.execute(revoked)) == 1
+
+
+def touch_api_key(connection: Connection, key_id: int, now: float, *, every_s: float) -> None:
+    """Note that a key was used, unless that was noted less than `every_s` seconds ago."""
+    connection.execute(
+        update(API_KEYS)
+        .where(
+            API_KEYS.c.id == key_id,
+            or_(API_KEYS.c.last_used_at.is_(None), API_KEYS.c.last_used_at <= now - every_s),
+        )
+        .values(last_used_at=now)
+    )
 
 
 # --- a worker has them -------------------------------------------------------------------------------------------
@@ -463,6 +664,9 @@ def claim_requests(
                 queued_at=row.queued_at,
                 claimed_at=now,
                 isolation=row.isolation,
+                is_interactive=bool(row.is_interactive),
+                expires_at=row.expires_at,
+                reply_to=row.reply_to,
             )
             for row in rows
         ]
@@ -544,12 +748,40 @@ def release_requests(connection: Connection, held: Mapping[int, int], *, worker:
     return released
 
 
+def stop_requests(connection: Connection, held: Mapping[int, int], *, worker: str, now: float) -> list[int]:
+    """A worker has stopped running these, as their batch ends: running -> cancelled or expired, each with its result.
+
+    Returns the ids. What is no longer held, or whose batch is at work after all, is left alone.
+    """
+    stopped: list[int] = []
+    for part in _parts(sorted(held)):
+        rows = [row for row in connection.execute(_HELD, {"ids": part, "owner": worker}) if row.attempt == held[row.id]]
+        by_batch: dict[int, list[Any]] = defaultdict(list)
+        for row in rows:
+            by_batch[row.batch_id].append(row)
+        for batch_id in sorted(by_batch):
+            batch = _batch_for_update(connection, batch_id)
+            ending = _ending(batch)
+            if ending is None:
+                continue
+            insert_rows(
+                connection,
+                ATTEMPTS,
+                [_attempt(row, AttemptOutcome.RELEASED, worker, now) for row in by_batch[batch_id]],
+            )
+            _end_unanswered(connection, by_batch[batch_id], ending, now)
+            stopped += [row.id for row in by_batch[batch_id]]
+            if batch.is_interactive:
+                end_interactive(connection, [batch_id], now)
+    return stopped
+
+
 def expire_leases(
     connection: Connection, now: float, limit: int = STATEMENT_ROWS, *, limits: RetryLimits = DEFAULT_LIMITS
 ) -> list[int]:
     """running -> pending where the lease ran out: the worker is dead or cut off. Returns the ids, at most `limit`.
 
-    Nobody saw a process end, so suspicion (`storage/retries.py`) begins with the second time.
+    It counts as a death of each worker that held them (`storage/retries.py`).
     """
     rows = connection.execute(_OVERDUE, {"now": now, "limit": limit}).all()
     if not rows:
@@ -561,7 +793,7 @@ def expire_leases(
         .group_by(REQUESTS.c.worker)
     )
     held = {row.worker: row.requests for row in counted}
-    return _abandon(connection, rows, held, now, exit_code=None, was_seen=False, limits=limits)
+    return _abandon(connection, rows, held, now, exit_code=None, limits=limits)
 
 
 def abandon_worker(
@@ -576,13 +808,13 @@ def abandon_worker(
     """running -> pending for all that a worker holds, known to have ended, without waiting for its leases. Returns ids.
 
     exit_code: of its process; a signal is negative. was_stopped: its parent ended it on purpose, which is no evidence
-    against its requests. Else they come back in ever smaller groups, and one whose worker keeps dying while it ran
-    nothing else fails as a poison prompt.
+    against its requests. Else those that were there at a former death come back in ever smaller groups, and one whose
+    worker keeps dying while it ran nothing else fails as a poison prompt.
     """
     rows = connection.execute(_OF_WORKER, {"owner": worker}).all()
     if was_stopped:
         return _give_back(connection, rows, now)
-    return _abandon(connection, rows, {worker: len(rows)}, now, exit_code=exit_code, was_seen=True, limits=limits)
+    return _abandon(connection, rows, {worker: len(rows)}, now, exit_code=exit_code, limits=limits)
 
 
 # --- an operator steers ------------------------------------------------------------------------------------------
@@ -718,6 +950,63 @@ def cancel_batch(connection: Connection, batch_id: int, now: float) -> bool:
     return True
 
 
+def give_up_request(
+    connection: Connection, request_id: int, now: float, *, has_expired: bool = False
+) -> GivenUp | None:
+    """End an interactive request whose caller has gone (cancelled), or waited as long as it would (expired).
+
+    Running or not: a worker that holds it is stopped by the fence, and by whoever tells it. None: it was final.
+    """
+    row = connection.execute(
+        select(*_CLAIM_COLUMNS, REQUESTS.c.status).where(REQUESTS.c.id == request_id).with_for_update()
+    ).first()
+    if row is None or row.status in FINAL_REQUEST_STATUSES:
+        return None
+    batch = _batch_for_update(connection, row.batch_id)
+    assert batch.is_interactive, "the lines of a batch are cancelled with it"
+    is_running = row.status == RequestStatus.RUNNING
+    if is_running:
+        insert_rows(connection, ATTEMPTS, [_attempt(row, AttemptOutcome.RELEASED, row.worker, now)])
+    if has_expired:
+        status, code = RequestStatus.EXPIRED, "request_timed_out"
+        message = "The time that the caller allowed was over before the request was answered."
+    else:
+        status, code = RequestStatus.CANCELLED, "request_cancelled"
+        message = "The caller went away before the request was answered."
+    connection.execute(_END, {"ids": [row.id], "new_status": status.value})
+    _put_results(
+        connection,
+        [
+            {
+                "request_id": row.id,
+                "batch_id": row.batch_id,
+                "status_code": None,
+                "response": None,
+                "error_code": code,
+                "error_message": message,
+                "finished_at": now,
+            }
+        ],
+        replaced=[row.id] if row.attempt else [],
+    )
+    if batch.status == BatchStatus.IN_PROGRESS:
+        if has_expired:
+            _move_batch(connection, batch.id, BatchStatus.FINALIZING, finalizing_at=now, expired_at=now)
+        else:
+            _move_batch(connection, batch.id, BatchStatus.CANCELLING, cancelling_at=now)
+    end_interactive(connection, [row.batch_id], now)
+    return GivenUp(row.worker if is_running else None)
+
+
+def end_interactive(connection: Connection, batch_ids: Collection[int], now: float) -> None:
+    """The last move of interactive batches, in the transaction that made their only request final.
+
+    in_progress -> completed, cancelling -> cancelled, finalizing -> expired or completed. They have no files, so
+    nothing is left to do for them. Batches of other kinds, or with an open request, are left alone.
+    """
+    connection.execute(_END_INTERACTIVE, {"ids": sorted(batch_ids), "now": now})
+
+
 def expire_batches(connection: Connection, now: float) -> list[int]:
     """in_progress -> finalizing where the deadline has passed: what is finished is kept, the rest will expire.
 
@@ -741,43 +1030,21 @@ def end_requests(connection: Connection, batch_id: int, now: float, limit: int =
     At most `limit`; returns how many, 0 also for a batch at work.
     """
     batch = _batch_for_update(connection, batch_id)
-    if batch.status == BatchStatus.CANCELLING:
-        status, code = RequestStatus.CANCELLED, "batch_cancelled"
-        message = "The batch was cancelled before this request ran."
-    elif batch.status == BatchStatus.FINALIZING and batch.expired_at is not None:
-        status, code = RequestStatus.EXPIRED, "batch_expired"
-        message = "The batch's deadline passed before this request ran."
-    else:
+    ending = _ending(batch)
+    if ending is None:
         return 0
     rows: list[Any] = []
     for kind in (*PENDING_KINDS, _is(RequestStatus.QUEUED)):  # one at a time: each has its partial index
         if len(rows) < limit:
             rows += connection.execute(
-                select(REQUESTS.c.id, REQUESTS.c.attempt)
+                select(REQUESTS.c.id, REQUESTS.c.batch_id, REQUESTS.c.attempt)
                 .where(REQUESTS.c.batch_id == batch_id, kind)
                 .limit(limit - len(rows))
                 .with_for_update(skip_locked=True)
             )
-    for part in _parts(rows):
-        connection.execute(
-            update(REQUESTS).where(REQUESTS.c.id.in_([row.id for row in part])).values(status=status.value)
-        )
-        _put_results(
-            connection,
-            [
-                {
-                    "request_id": row.id,
-                    "batch_id": batch_id,
-                    "status_code": None,
-                    "response": None,
-                    "error_code": code,
-                    "error_message": message,
-                    "finished_at": now,
-                }
-                for row in part
-            ],
-            replaced=[row.id for row in part if row.attempt],
-        )
+    _end_unanswered(connection, rows, ending, now)
+    if batch.is_interactive:
+        end_interactive(connection, [batch_id], now)
     return len(rows)
 
 
@@ -834,11 +1101,15 @@ def publish_batch(
         "paused_at": None,
     }
     if batch.status == BatchStatus.CANCELLING:
-        _move_batch(connection, batch_id, BatchStatus.CANCELLED, cancelled_at=now, **values)
+        status = BatchStatus.CANCELLED
+        _move_batch(connection, batch_id, status, cancelled_at=now, **values)
     elif batch.expired_at is not None:
-        _move_batch(connection, batch_id, BatchStatus.EXPIRED, **values)
+        status = BatchStatus.EXPIRED
+        _move_batch(connection, batch_id, status, **values)
     else:
-        _move_batch(connection, batch_id, BatchStatus.COMPLETED, completed_at=now, **values)
+        status = BatchStatus.COMPLETED
+        _move_batch(connection, batch_id, status, completed_at=now, **values)
+    announce_end(connection, batch_id, status, now)
     if former:
         connection.execute(delete(FILES).where(FILES.c.id.in_(former)))
     return True
@@ -866,6 +1137,7 @@ def update_worker(
     device: str | None = None,
     artifact_digest: str | None = None,
     max_batch_size: int | None = None,
+    requests_per_s: float | None = None,
 ) -> None:
     """Note that a worker lives, and what changed about it. None: as before, but for `detail`: overwritten."""
     values: dict[str, Any] = {"last_seen_at": now, "detail": detail}
@@ -873,9 +1145,20 @@ def update_worker(
         values["status"] = status.value
         if status is WorkerStatus.READY:
             values["ready_at"] = now
-    told = {"device": device, "artifact_digest": artifact_digest, "max_batch_size": max_batch_size}
+    told = {
+        "device": device,
+        "artifact_digest": artifact_digest,
+        "max_batch_size": max_batch_size,
+        "requests_per_s": requests_per_s,
+    }
     values |= {column: value for column, value in told.items() if value is not None}
     connection.execute(update(WORKERS).where(WORKERS.c.name == name).values(values))
+
+
+def note_device(connection: Connection, name: str, reading: dict[str, Any]) -> None:
+    """Keep the last reading of a worker's GPU."""
+    statement = update(WORKERS).where(WORKERS.c.name == name)
+    connection.execute(statement.values(device_detail=json.dumps(reading)))
 
 
 def retire_worker(
@@ -918,6 +1201,11 @@ OPEN_BATCH = BATCHES.c.status.in_(
 IS_FINISHABLE = (BATCHES.c.status == BatchStatus.IN_PROGRESS.value) & (
     BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests
 )
+# What is cancelled, or expired, and still has requests to end.
+IS_ENDING = or_(
+    BATCHES.c.status == BatchStatus.CANCELLING.value,
+    and_(BATCHES.c.status == BatchStatus.FINALIZING.value, BATCHES.c.expired_at.is_not(None)),
+)
 # The three kinds of pending requests, each in the words of its partial index.
 PENDING_FRESH = and_(_is(RequestStatus.PENDING), REQUESTS.c.not_before.is_(None), REQUESTS.c.same_as.is_(None))
 PENDING_DELAYED = and_(_is(RequestStatus.PENDING), REQUESTS.c.not_before.is_not(None))
@@ -929,6 +1217,17 @@ IS_AT_WORK = and_(
     BATCHES.c.paused_at.is_(None),
     or_(BATCHES.c.expires_at.is_(None), BATCHES.c.expires_at > bindparam("now")),
 )
+
+
+def _locked_in_order(*conditions: Any) -> Any:
+    """The requests that these hold for, locked by id before an UPDATE touches them in an order of its own.
+
+    Two updates of the same rows would else wait for each other on Postgres; SQLite has one writer and locks nothing.
+    """
+    wanted = select(REQUESTS.c.id).where(*conditions).order_by(REQUESTS.c.id).with_for_update()
+    return REQUESTS.c.id.in_(wanted.correlate(None))
+
+
 _IDS = one_of(REQUESTS.c.id, "ids")
 _CLAIM_COLUMNS = (
     REQUESTS.c.id,
@@ -949,6 +1248,9 @@ _CLAIMABLE = (
         REQUESTS.c.prefix_id,
         BATCHES.c.endpoint,
         BATCHES.c.model,
+        BATCHES.c.is_interactive,
+        BATCHES.c.expires_at,
+        BATCHES.c.reply_to,
     )
     .join_from(REQUESTS, BATCHES, REQUESTS.c.batch_id == BATCHES.c.id)
     .where(_IDS, _stands_at(RequestStatus.QUEUED), IS_AT_WORK)
@@ -987,7 +1289,7 @@ _OVERDUE = (
 )
 _RENEW = (
     update(REQUESTS)
-    .where(_IDS, _stands_at(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner"))
+    .where(_locked_in_order(_IDS, _stands_at(RequestStatus.RUNNING), REQUESTS.c.worker == bindparam("owner")))
     .values(lease_expires_at=bindparam("expires_at"))
     .returning(REQUESTS.c.id, REQUESTS.c.attempt)
 )
@@ -995,34 +1297,38 @@ _END = update(REQUESTS).where(_IDS).values(status=bindparam("new_status"), lease
 _QUEUE = (
     update(REQUESTS)
     .where(
-        _IDS,
-        _stands_at(RequestStatus.PENDING),
-        REQUESTS.c.same_as.is_(None),
-        or_(REQUESTS.c.not_before.is_(None), REQUESTS.c.not_before <= bindparam("now")),
-        exists().where(BATCHES.c.id == REQUESTS.c.batch_id, IS_AT_WORK),
+        _locked_in_order(
+            _IDS,
+            _stands_at(RequestStatus.PENDING),
+            REQUESTS.c.same_as.is_(None),
+            or_(REQUESTS.c.not_before.is_(None), REQUESTS.c.not_before <= bindparam("now")),
+            exists().where(BATCHES.c.id == REQUESTS.c.batch_id, IS_AT_WORK),
+        )
     )
     .values(status=RequestStatus.QUEUED.value, queued_at=bindparam("now"), not_before=None)
     .returning(REQUESTS.c.id)
 )
 _UNQUEUE = (
     update(REQUESTS)
-    .where(_IDS, _stands_at(RequestStatus.QUEUED))
+    .where(_locked_in_order(_IDS, _stands_at(RequestStatus.QUEUED)))
     .values(status=RequestStatus.PENDING.value, queued_at=None)
 )
 _UNQUEUE_BATCH = (
     update(REQUESTS)
-    .where(_is(RequestStatus.QUEUED), REQUESTS.c.batch_id == bindparam("batch"))
+    .where(_locked_in_order(_is(RequestStatus.QUEUED), REQUESTS.c.batch_id == bindparam("batch")))
     .values(status=RequestStatus.PENDING.value, queued_at=None)
 )
 _UNQUEUE_MODEL = (
     update(REQUESTS)
     .where(
-        _is(RequestStatus.QUEUED),
-        REQUESTS.c.batch_id.in_(
-            select(BATCHES.c.id).where(
-                OPEN_BATCH, BATCHES.c.model == bindparam("model"), BATCHES.c.is_interactive.is_(False)
-            )
-        ),
+        _locked_in_order(
+            _is(RequestStatus.QUEUED),
+            REQUESTS.c.batch_id.in_(
+                select(BATCHES.c.id).where(
+                    OPEN_BATCH, BATCHES.c.model == bindparam("model"), BATCHES.c.is_interactive.is_(False)
+                )
+            ),
+        )
     )
     .values(status=RequestStatus.PENDING.value, queued_at=None)
 )
@@ -1078,6 +1384,29 @@ _GIVE_BACK = (
         claimed_at=None,
         lease_expires_at=None,
         not_before=bindparam("not_before"),
+    )
+)
+_OPEN_REQUEST = exists().where(
+    REQUESTS.c.batch_id == BATCHES.c.id, REQUESTS.c.status.concat("").not_in([s.value for s in FINAL_REQUEST_STATUSES])
+)
+_HAS_EXPIRED = and_(BATCHES.c.status == BatchStatus.FINALIZING.value, BATCHES.c.expired_at.is_not(None))
+_IS_CANCELLING = BATCHES.c.status == BatchStatus.CANCELLING.value
+_IS_DONE = and_(not_(_IS_CANCELLING), not_(_HAS_EXPIRED))
+_NOW = cast_to(bindparam("now"), Double)
+_END_INTERACTIVE = (
+    update(BATCHES)
+    .where(one_of(BATCHES.c.id, "ids"), BATCHES.c.is_interactive, OPEN_BATCH, not_(_OPEN_REQUEST))
+    .where(BATCHES.c.status != BatchStatus.VALIDATING.value)
+    .values(
+        status=case(
+            (_IS_CANCELLING, BatchStatus.CANCELLED.value),
+            (_HAS_EXPIRED, BatchStatus.EXPIRED.value),
+            else_=BatchStatus.COMPLETED.value,
+        ),
+        finalizing_at=case((_IS_DONE, func.coalesce(BATCHES.c.finalizing_at, _NOW)), else_=BATCHES.c.finalizing_at),
+        completed_at=case((_IS_DONE, _NOW)),
+        cancelled_at=case((_IS_CANCELLING, _NOW)),
+        paused_at=None,
     )
 )
 _ISOLATE = update(REQUESTS).where(_IDS).values(isolation=bindparam("group_size"))
@@ -1153,7 +1482,54 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
     for batch_id in sorted(sums):
         _count(connection, batch_id, sums[batch_id])
         answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
+    end_interactive(connection, sums, now)
     return [result["request_id"] for result in results]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What becomes of the requests of a batch that ends before they were answered."""
+
+    status: RequestStatus
+    code: str
+    message: str
+
+
+_CANCELLED = _Ending(
+    RequestStatus.CANCELLED, "batch_cancelled", "The batch was cancelled before this request was answered."
+)
+_EXPIRED = _Ending(
+    RequestStatus.EXPIRED, "batch_expired", "The batch's deadline passed before this request was answered."
+)
+
+
+def _ending(batch: Any) -> _Ending | None:
+    """None: the batch is at work, or ends in another way."""
+    if batch.status == BatchStatus.CANCELLING:
+        return _CANCELLED
+    return _EXPIRED if batch.status == BatchStatus.FINALIZING and batch.expired_at is not None else None
+
+
+def _end_unanswered(connection: Connection, rows: Sequence[Any], ending: _Ending, now: float) -> None:
+    """Give locked rows (id, batch_id, attempt) of an ending batch their last status and their result."""
+    for part in _parts(rows):
+        connection.execute(_END, {"ids": sorted(row.id for row in part), "new_status": ending.status.value})
+        _put_results(
+            connection,
+            [
+                {
+                    "request_id": row.id,
+                    "batch_id": row.batch_id,
+                    "status_code": None,
+                    "response": None,
+                    "error_code": ending.code,
+                    "error_message": ending.message,
+                    "finished_at": now,
+                }
+                for row in part
+            ],
+            replaced=[row.id for row in part if row.attempt],
+        )
 
 
 def _give_back(connection: Connection, rows: Sequence[Any], now: float) -> list[int]:
@@ -1179,7 +1555,6 @@ def _abandon(
     now: float,
     *,
     exit_code: int | None,
-    was_seen: bool,
     limits: RetryLimits,
 ) -> list[int]:
     """End the attempts of locked running rows whose worker is gone. held: worker -> requests it had in its hands.
@@ -1206,7 +1581,7 @@ def _abandon(
     by_group: dict[int, list[int]] = defaultdict(list)
     poisonous: list[Any] = []
     for row in rows:
-        sentence = judge(deaths[row.id], row.isolation, was_seen=was_seen, limits=limits)
+        sentence = judge(deaths[row.id], row.isolation, limits=limits)
         if sentence.is_poison:
             poisonous.append(row)
             continue
@@ -1255,6 +1630,7 @@ def _end_poison(connection: Connection, rows: Sequence[Any], deaths: Mapping[int
     for batch_id in sorted(lines):
         _count(connection, batch_id, {"failed_requests": len(lines[batch_id])})
         answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
+    end_interactive(connection, lines, now)
 
 
 def _testimony(death: Death) -> str:
@@ -1376,7 +1752,15 @@ def _attempt(
 def _add_file(connection: Connection, file: NewFile | None, batch: Any, purpose: FilePurpose, now: float) -> int | None:
     if file is None:
         return None
-    values = {**asdict(file), "tenant": batch.tenant, "purpose": purpose.value, "created_at": now}
+    lifetime_s = batch.output_expires_after_s
+    values = {
+        **asdict(file),
+        "tenant": batch.tenant,
+        "purpose": purpose.value,
+        "created_at": now,
+        "expires_at": None if lifetime_s is None else now + lifetime_s,
+        "api_key_id": batch.api_key_id,
+    }
     return int(connection.execute(insert(FILES).returning(FILES.c.id), values).scalar_one())
 
 

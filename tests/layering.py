@@ -21,7 +21,17 @@ FORBIDDEN = {
 DOORS = {
     "sqlalchemy": ("storage/",),
     "alembic": ("storage/",),
-    "celery": ("jobs/queue.py", "jobs/queue_guard.py", "jobs/dispatch.py", "jobs/sweep.py", "jobs/run.py", "workers/"),
+    "celery": (
+        "jobs/queue.py",
+        "jobs/queue_guard.py",
+        "jobs/celery_door.py",
+        "jobs/reception.py",
+        "jobs/dispatch.py",
+        "jobs/sweep.py",
+        "jobs/run.py",
+        "jobs/gateway/state.py",
+        "workers/",
+    ),
     "kombu": ("jobs/queue.py",),
     "onnxruntime": ("workers/engine/", "workers/models/", "workers/probe.py"),
     "pynvml": ("workers/",),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 
 from jobs import protocol
 from jobs.protocol import Body, ChatBody, Choice, CompletionBody, Endpoint, TokenLogprob, Usage
@@ -19,6 +19,8 @@ from storage.queries import StoredAnswer
 from storage.transitions import AttemptRecord, ClaimedRequest, RequestOutcome
 from workers.engine.request import Completion, GenerationRequest, SamplingParameters, TokenLogprobs
 from workers.tokenizer import StopStrings, Tokenizer
+
+_PARAMETERS = tuple(field.name for field in fields(SamplingParameters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +47,90 @@ class PreparedRequest:
     parameters: str  # JSON, for the attempt's record
     # Parameters as asked, JSON, of a request that is greedy or names its seed: asked again, it answers the same.
     question: str | None = None
+    is_streamed: bool = False  # its caller wants the text as it comes
+    stop_texts: tuple[str, ...] = ()
 
 
 def prepare(
-    claimed: ClaimedRequest, prefix: str, tokenizer: Tokenizer, served: Served, claimed_at: float
-) -> PreparedRequest:
-    """Read a request's body, tokenize its prompt, check it against the model's bounds.
+    claimed: Sequence[ClaimedRequest],
+    prefixes: Mapping[int, str],
+    tokenizer: Tokenizer,
+    served: Served,
+    claimed_at: float,
+) -> Iterator[tuple[ClaimedRequest, PreparedRequest | Exception]]:
+    """Read requests' bodies, tokenize their prompts together, check each against the model's bounds.
 
-    prefix: the shared text its prompt begins with, or "". claimed_at: monotonic seconds, where its latency begins.
-    Raises InvalidRequest with what is wrong with this request.
+    prefixes: prefix id -> the shared text that prompts begin with. claimed_at: monotonic seconds, where latency begins.
+    Each comes with InvalidRequest where something is wrong with it, or with whatever else went wrong.
     """
     started = time.monotonic()
-    endpoint = Endpoint(claimed.endpoint)
-    body = protocol.load_body(endpoint, claimed.body, prefix)
+    read: list[tuple[ClaimedRequest, _Prompt | Exception]] = []
+    for request in claimed:
+        try:
+            prefix = prefixes[request.prefix_id] if request.prefix_id is not None else ""
+            read.append((request, _read(request, prefix, tokenizer, served)))
+        except Exception as error:
+            read.append((request, error))
+    texts = [prompt for _, prompt in read if isinstance(prompt, _Prompt) and prompt.text is not None]
+    for prompt, token_ids in zip(
+        texts, tokenizer.encode_many([prompt.text or "" for prompt in texts], add_bos=False), strict=True
+    ):
+        prompt.token_ids = tokenizer.with_bos(token_ids) if prompt.wants_bos else token_ids
+    tokenize_s = (time.monotonic() - started) / max(1, len(claimed))
+    for request, found in read:
+        if isinstance(found, Exception):
+            yield request, found
+            continue
+        try:
+            yield request, _ask(request, found, served, tokenizer, claimed_at, tokenize_s)
+        except Exception as error:
+            yield request, error
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A body and its prompt: as text still to be tokenized, or as ids."""
+
+    body: Body
+    text: str | None
+    wants_bos: bool = False
+    token_ids: Sequence[int] = ()
+
+
+def _read(claimed: ClaimedRequest, prefix: str, tokenizer: Tokenizer, served: Served) -> _Prompt:
+    body = protocol.load_body(Endpoint(claimed.endpoint), claimed.body, prefix)
     if body.model is not None and body.model != served.model:
         raise protocol.model_not_found(body.model, served.model)
-    prompt = _tokenize(body, tokenizer, served)
+    if isinstance(body, ChatBody):
+        # BOS is the template's business: it writes one where the model wants one.
+        return _Prompt(body, tokenizer.render_chat([_message(message) for message in body.messages]))
+    assert isinstance(body, CompletionBody)
+    if isinstance(body.prompt, str):
+        return _Prompt(body, body.prompt, wants_bos=True)
+    for token_id in body.prompt:
+        if token_id >= served.vocab_size:
+            raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "prompt")
+    return _Prompt(body, None, token_ids=body.prompt)
+
+
+def _ask(
+    claimed: ClaimedRequest,
+    prompt: _Prompt,
+    served: Served,
+    tokenizer: Tokenizer,
+    claimed_at: float,
+    tokenize_s: float,
+) -> PreparedRequest:
+    """What the engine is asked for one request. Raises InvalidRequest."""
+    body, tokens = prompt.body, len(prompt.token_ids)
     wanted = body.sampling()
-    if not prompt:
-        raise protocol.empty_prompt("messages" if endpoint is Endpoint.CHAT else "prompt")
-    if len(prompt) >= served.context_length:
-        raise protocol.context_length_exceeded(len(prompt), served.context_length)
-    room = served.context_length - len(prompt)
+    if not tokens:
+        raise protocol.empty_prompt("messages" if isinstance(body, ChatBody) else "prompt")
+    if tokens >= served.context_length:
+        raise protocol.context_length_exceeded(tokens, served.context_length)
+    room = served.context_length - tokens
     if wanted.max_tokens is not None and wanted.max_tokens > room:
-        raise protocol.max_tokens_exceeds_context(wanted.max_tokens, len(prompt), served.context_length)
+        raise protocol.max_tokens_exceeds_context(wanted.max_tokens, tokens, served.context_length)
     for token_id in wanted.logit_bias:
         if token_id >= served.vocab_size:
             raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "logit_bias")
@@ -88,24 +150,32 @@ def prepare(
     stops = tuple(StopStrings(tokenizer, wanted.stop) if wanted.stop else None for _ in range(wanted.n))
     generations = tuple(
         GenerationRequest(
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt.token_ids,
             sampling=parameters if choice == 0 else _reseed(parameters, choice),
             on_token=stop.push if stop else None,
         )
         for choice, stop in enumerate(stops)
     )
-    record = {**asdict(parameters), "logit_bias": dict(parameters.logit_bias), "stop": wanted.stop, "n": wanted.n}
+    record: dict[str, object] = {name: getattr(parameters, name) for name in _PARAMETERS}
+    record |= {"logit_bias": wanted.logit_bias, "stop": wanted.stop, "n": wanted.n}
     is_deterministic = wanted.temperature == 0 or wanted.seed is not None
     return PreparedRequest(
         claimed=claimed,
-        endpoint=endpoint,
+        endpoint=Endpoint(claimed.endpoint),
         generations=generations,
         stops=stops,
         claimed_at=claimed_at,
-        tokenize_s=time.monotonic() - started,
+        tokenize_s=tokenize_s,
         parameters=protocol.dump_json(record),
         question=protocol.dump_json({**record, "seed": wanted.seed}) if is_deterministic else None,
+        is_streamed=bool(body.stream),
+        stop_texts=wanted.stop,
     )
+
+
+def _message(message: protocol.Message) -> dict[str, object]:
+    """A message as templates see it: what it does not say is not there."""
+    return message.model_dump(exclude_none=True)
 
 
 def answer(
@@ -145,7 +215,7 @@ def answer(
         system_fingerprint=f"fp_{served.artifact_digest[:12]}",
     )
     offset_s = submitted_at - prepared.claimed_at
-    slowest = max(completions, key=lambda completion: sum(asdict(completion.times).values()))
+    slowest = max(completions, key=_total_s)
     first_token_s = min(completion.times.wait_s + completion.times.prefill_s for completion in completions)
     claimed = prepared.claimed
     record = AttemptRecord(
@@ -163,7 +233,7 @@ def answer(
         prefill_s=first.times.prefill_s,
         time_to_first_token_s=offset_s + first_token_s,
         decode_s=slowest.times.decode_s,
-        total_s=offset_s + slowest.times.wait_s + slowest.times.prefill_s + slowest.times.decode_s,
+        total_s=offset_s + _total_s(slowest),
     )
     return RequestOutcome(
         request_id=claimed.id,
@@ -217,26 +287,15 @@ def refusal(claimed: ClaimedRequest, error: PromptmillError, served: Served) -> 
     )
 
 
-def _tokenize(body: Body, tokenizer: Tokenizer, served: Served) -> list[int]:
-    if isinstance(body, ChatBody):
-        return tokenizer.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
-    assert isinstance(body, CompletionBody)
-    if isinstance(body.prompt, str):
-        return tokenizer.encode(body.prompt)
-    for token_id in body.prompt:
-        if token_id >= served.vocab_size:
-            raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "prompt")
-    return list(body.prompt)
+def _total_s(completion: Completion) -> float:
+    return completion.times.wait_s + completion.times.prefill_s + completion.times.decode_s
 
 
 def _text(completion: Completion, stop: StopStrings | None, endpoint: Endpoint, tokenizer: Tokenizer) -> str:
-    if stop is None:
-        stop = StopStrings(tokenizer, ())
-        for token_id in completion.completion_token_ids:
-            stop.push(token_id)
+    text = tokenizer.decode_answer(completion.completion_token_ids) if stop is None else stop.text
     # A completion goes on from its prompt, its first space included; a chat answer begins a text of its own.
     is_chat = endpoint is Endpoint.CHAT and tokenizer.adds_space_prefix
-    return stop.text.removeprefix(" ") if is_chat else stop.text
+    return text.removeprefix(" ") if is_chat else text
 
 
 def _logprobs(steps: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...] | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -19,6 +20,8 @@ from workers.models.description import DTYPES, DType
 
 EXIT_NOTHING_RAN = 2
 EXIT_INTERRUPTED = 130
+EXIT_GPU = 69  # as workers/worker.py
+GPU_CODES = {"gpu_not_found", "gpu_sick", "no_gpu_driver", "device_failed"}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -97,9 +100,14 @@ def verify(artifact: Path, threads: int | None) -> None:
 @cli.command()
 @click.option("--artifact", type=click.Path(path_type=Path), required=True, help="The folder to serve.")
 @click.option("--model", help="The name that lines use. [the artifact's]")
+@click.option("--gpu", help="The GPU to run on: its number in nvidia-smi, or its UUID. [the first one visible]")
 @click.option("--parent-pid", type=int, help="Drain and leave when this process is gone.")
-def worker(artifact: Path, model: str | None, parent_pid: int | None) -> None:
-    """Serve one artifact: take chunks from the queue until told to stop."""
+def worker(artifact: Path, model: str | None, gpu: str | None, parent_pid: int | None) -> None:
+    """Serve one artifact: take chunks from the queue until told to stop.
+
+    Exit code: 0 told to stop; 2 it cannot start; 69 its GPU is lost or sick; 70 the engine died or hung; 75 it was not
+    done in time.
+    """
     from workers.worker import run_worker  # ONNX Runtime and Celery take a second to import
 
     try:
@@ -107,18 +115,38 @@ def worker(artifact: Path, model: str | None, parent_pid: int | None) -> None:
         set_up_logs(
             f"worker-{os.getpid()}", level=settings.log.level, file=settings.logs_dir / "worker.log", console=True
         )
-        raise SystemExit(run_worker(settings, artifact, model, parent_pid))
+        raise SystemExit(run_worker(settings, artifact, model, parent_pid, gpu))
     except PromptmillError as error:
         click.echo(f"error: {error.message}", err=True)
-        raise SystemExit(EXIT_NOTHING_RAN) from None
+        # A GPU that is not there now may come back; settings and artifacts do not mend themselves.
+        raise SystemExit(EXIT_GPU if error.code in GPU_CODES else EXIT_NOTHING_RAN) from None
 
 
 @cli.command()
-def probe() -> None:
+@click.argument("artifacts", nargs=-1, type=click.Path(path_type=Path))
+def probe(artifacts: tuple[Path, ...]) -> None:
     """Print what this machine can run, as JSON (for `promptmill doctor`)."""
     from workers.probe import probe as look
 
-    click.echo(json.dumps(look()))
+    click.echo(json.dumps(look(artifacts)))
+
+
+@cli.command()
+@click.option("--artifact", type=click.Path(path_type=Path), required=True, help="What is to be served.")
+@click.option("--gpus", default="auto", help="auto, all, none, or numbers and UUIDs with commas between.")
+def devices(artifact: Path, gpus: str) -> None:
+    """Print on which GPUs there is to be a worker, as JSON (for `promptmill up`)."""
+    import pynvml
+
+    from workers.engine.flavour import cuda_trouble
+    from workers.models.artifact import load_artifact
+    from workers.placement import plan_workers
+
+    with _errors_as_one_line():
+        settings = load_settings()
+        loaded = load_artifact(artifact, check_digests=False)
+        plan = plan_workers(gpus, settings.engine.flavour, loaded, os.environ, pynvml, cuda_trouble)
+        click.echo(json.dumps(asdict(plan)))
 
 
 @contextlib.contextmanager

@@ -5,15 +5,20 @@ The GPU wheel lists the CUDA provider on every machine, so a provider counts onl
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pynvml
 from onnx import TensorProto, helper
+
+from storage.errors import PromptmillError
+from workers.devices import GpuError, ailment, driver_version, list_devices, open_nvml, read_device
+from workers.engine.flavour import choose_flavour, cuda_trouble, load_libraries
+from workers.models.artifact import load_artifact
 
 PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
@@ -27,24 +32,25 @@ class ProviderProbe:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProbe:
-    index: int
-    name: str
-    uuid: str
-    memory_bytes: int
-    free_bytes: int
-
-
-def probe() -> dict[str, Any]:
-    """Everything as plain values, to be printed as JSON."""
-    gpus, driver = _gpus()
+def probe(artifacts: Sequence[Path] = ()) -> dict[str, Any]:
+    """Everything as plain values, to be printed as JSON. flavours: what would run each of the artifacts, and why."""
+    devices, driver = _devices()
+    trouble = cuda_trouble()
     return {
         "onnxruntime": onnxruntime.__version__,
         "providers": [asdict(_try_provider(name)) for name in PROVIDERS],
-        "gpus": [asdict(gpu) for gpu in gpus],
+        "gpus": devices,
         "driver": driver,
+        "cuda_trouble": trouble,
+        "flavours": {str(path): _flavour(path, trouble) for path in artifacts},
     }
+
+
+def _flavour(path: Path, trouble: str | None) -> dict[str, str]:
+    try:
+        return asdict(choose_flavour("auto", load_artifact(path, check_digests=False), lambda: trouble))
+    except PromptmillError as error:
+        return {"flavour": "", "reason": error.message}
 
 
 def _try_provider(name: str) -> ProviderProbe:
@@ -55,8 +61,7 @@ def _try_provider(name: str) -> ProviderProbe:
     options.log_severity_level = 4
     try:
         if name == "CUDAExecutionProvider":
-            with contextlib.redirect_stdout(sys.stderr):  # it prints what it misses
-                onnxruntime.preload_dlls()
+            load_libraries()
         session = onnxruntime.InferenceSession(_doubling_graph(), options, providers=[name])
         session.disable_fallback()
         if session.get_providers()[0] != name:
@@ -76,26 +81,14 @@ def _doubling_graph() -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _gpus() -> tuple[list[GpuProbe], str]:
-    """The GPUs and the driver's version; none and why, where there is no driver."""
+def _devices() -> tuple[list[dict[str, Any]], str]:
+    """The GPUs with how they fare, and the driver's version; none and why, where there is no driver."""
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        with open_nvml(pynvml):
+            found = []
+            for device in list_devices(pynvml):
+                reading = read_device(pynvml, device)
+                found.append({**asdict(device), **asdict(reading), "ailment": ailment(reading, reading, ())})
+            return found, driver_version(pynvml)
+    except (GpuError, pynvml.NVMLError) as error:
         return [], str(error)
-    try:
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(
-                GpuProbe(
-                    index=index,
-                    name=str(pynvml.nvmlDeviceGetName(handle)),
-                    uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-                    memory_bytes=int(memory.total),
-                    free_bytes=int(memory.free),
-                )
-            )
-        return found, str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()

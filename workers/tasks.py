@@ -19,29 +19,87 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import structlog
 from celery import Celery
+from celery.worker.control import control_command
 
 from jobs.dispatch import top_up
-from jobs.queue import RUN_CHUNK, QueueError
+from jobs.queue import GIVE_UP, RUN_CHUNK, QueueError
 from jobs.settings import QueueSettings
 from storage import queries
 from storage.database import Database
 from storage.errors import PromptmillError, StorageError
 from storage.queries import StoredAnswer
 from storage.retries import DEFAULT_LIMITS, RetryLimits
-from storage.transitions import ClaimedRequest, RequestOutcome, claim_requests, fail_requests, release_requests
+from storage.transitions import (
+    ClaimedRequest,
+    RequestOutcome,
+    claim_requests,
+    fail_requests,
+    release_requests,
+    stop_requests,
+)
 from workers.answers import PreparedRequest, Served, answer, prepare, refusal, serve_again
-from workers.engine.request import AnyEngine, Completion
+from workers.engine.request import DEVICE_FAILED, AnyEngine, Completion
 from workers.leases import LeaseKeeper
 from workers.recorder import Recorder
+from workers.replies import Replies
 from workers.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
 PREFIXES_KEPT = 64
+# Attempts that get a log line of their own.
+LINES_PER_S = 50
+
+
+class AttemptsLog:
+    """A line for each attempt, as long as there are not too many: beyond a rate, one line a second with their number.
+
+    Each attempt has its row in the database; a line costs a tenth of a millisecond of the interpreter, which thousands
+    a second of a small model cannot spare.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._second = 0
+        self._lines = 0
+        self._left_out = 0
+
+    def write(self, request: ClaimedRequest, outcome: RequestOutcome) -> None:
+        with self._lock:
+            second = int(time.monotonic())
+            left_out = 0
+            if second != self._second:
+                left_out, self._second, self._lines, self._left_out = self._left_out, second, 0, 0
+            self._lines += 1
+            is_shown = self._lines <= LINES_PER_S
+            self._left_out += not is_shown
+        if left_out:
+            log.info("attempts_completed", more=left_out)
+        if is_shown:
+            _log_attempt(request, outcome)
+
+
+def _log_attempt(request: ClaimedRequest, outcome: RequestOutcome) -> None:
+    record = outcome.record
+    log.info(
+        "attempt_completed",
+        batch=request.batch_id,
+        request=request.id,
+        attempt=request.attempt,
+        model=request.model,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=record.completion_tokens,
+        mean_batch_size=round(record.mean_batch_size or 0.0, 1),
+        queue_s=round(record.queue_s or 0.0, 4),
+        time_to_first_token_s=round(record.time_to_first_token_s or 0.0, 4),
+        total_s=round(record.total_s or 0.0, 4),
+        finish_reason=record.finish_reason,
+    )
 
 
 class Company:
@@ -101,9 +159,12 @@ class WorkerContext:
     served: Served
     recorder: Recorder
     leases: LeaseKeeper
+    replies: Replies
     limits: RetryLimits = DEFAULT_LIMITS
     answer_cache: bool = False
     company: Company = field(default_factory=Company)
+    attempts_log: AttemptsLog = field(default_factory=AttemptsLog)
+    topping_up: threading.Lock = field(default_factory=threading.Lock)
     _prefixes: dict[int, str] = field(default_factory=dict)
     _prefixes_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -138,6 +199,12 @@ def register_tasks(context: WorkerContext) -> None:
     def run_chunk(request_ids: list[int]) -> None:
         run_requests(context, request_ids)
         _top_up(context)
+
+    @control_command(name=GIVE_UP)  # type: ignore[untyped-decorator]
+    def give_up(_state: object, request_ids: list[int]) -> dict[str, int]:
+        """Runs in Celery's main thread, between two messages."""
+        context.leases.give_up(request_ids)
+        return {"ok": len(request_ids)}
 
 
 def run_requests(context: WorkerContext, request_ids: Sequence[int]) -> None:
@@ -175,31 +242,42 @@ def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
         log.error("chunk_not_recorded", requests=len(unrecorded), code=error.code, reason=error.message)
     finally:
         context.leases.let_go([request.id for request in claimed])
+        for request in claimed:
+            context.replies.ended(request)
 
 
 def _run(
     context: WorkerContext, claimed: Sequence[ClaimedRequest], claimed_at: float, unrecorded: dict[int, int]
 ) -> None:
     """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way."""
-    recorded: list[Future[bool]] = []
+    recorded: list[Future[set[int]]] = []
     released: dict[int, int] = {}
     failed: list[RequestOutcome] = []
+    stopped: dict[int, int] = {}  # cancelled: the batch ends, or the lease was lost and somebody else answers it
+    ended: list[RequestOutcome] = []  # to be recorded with the next group
+    is_urgent = any(request.is_interactive for request in claimed)
 
-    def record(outcome: RequestOutcome) -> None:
-        recorded.append(context.recorder.record(outcome))
-        unrecorded.pop(outcome.request_id, None)
-
-    def fail(request: ClaimedRequest, error: PromptmillError) -> None:
+    def fail(request: ClaimedRequest, error: Exception) -> None:
+        if not isinstance(error, PromptmillError):
+            error = _internal_error(request, error)
+        if error.code == DEVICE_FAILED:
+            return  # this process ends in a moment, and whoever finds it dead gives its requests back
         if error.code == "engine_closed":
             released[request.id] = request.attempt
         elif error.retryable:
             failed.append(refusal(request, error, context.served))
         else:
-            record(refusal(request, error, context.served))
+            ended.append(refusal(request, error, context.served))
+
+    def record() -> None:
+        if ended:
+            recorded.append(context.recorder.record(tuple(ended), is_urgent=is_urgent))
+            for outcome in ended:
+                unrecorded.pop(outcome.request_id, None)
+            ended.clear()
 
     running = 0
     finished: SimpleQueue[_Running] = SimpleQueue()  # an entry for each choice that ended
-    prefixes = context.prefix_texts(claimed)
     ready: list[PreparedRequest] = []
 
     def submit(prepared: PreparedRequest) -> None:
@@ -207,12 +285,10 @@ def _run(
         request = prepared.claimed
         try:
             submitted_at = time.monotonic()
-            futures = [context.engine.submit(generation) for generation in prepared.generations]
-        except PromptmillError as error:
-            fail(request, error)
-            return
+            generations = context.replies.attend(prepared) if request.is_interactive else prepared.generations
+            futures = [context.engine.submit(generation) for generation in generations]
         except Exception as error:
-            fail(request, _internal_error(request, error))
+            fail(request, error)
             return
         context.leases.watch(request.id, futures)
         entry = _Running(prepared, futures, submitted_at, unfinished=len(futures))
@@ -220,65 +296,82 @@ def _run(
         for future in futures:
             future.add_done_callback(lambda _future, entry=entry: finished.put(entry))  # type: ignore[misc]
 
-    for request in claimed:
-        try:
-            prefix = prefixes[request.prefix_id] if request.prefix_id is not None else ""
-            prepared = prepare(request, prefix, context.tokenizer, context.served, claimed_at)
-        except PromptmillError as error:
-            fail(request, error)
-        except Exception as error:
-            fail(request, _internal_error(request, error))
+    prefixes = context.prefix_texts(claimed)
+    for request, prepared in prepare(claimed, prefixes, context.tokenizer, context.served, claimed_at):
+        if isinstance(prepared, Exception):
+            fail(request, prepared)
+        elif context.answer_cache:
+            ready.append(prepared)  # all are looked up together
         else:
-            if context.answer_cache:
-                ready.append(prepared)  # all are looked up together
-            else:
-                submit(prepared)
+            submit(prepared)
     for prepared, known in _look_up(context, ready):
         if known is None:
             submit(prepared)
         else:
             outcome = serve_again(prepared, known, context.served)
-            record(outcome)
-            _log_attempt(prepared.claimed, outcome)
+            ended.append(outcome)
+            context.attempts_log.write(prepared.claimed, outcome)
+    record()
 
     while running:
-        entry = finished.get()
-        entry.unfinished -= 1
-        if entry.unfinished:
-            continue
-        running -= 1
-        request = entry.prepared.claimed
-        try:
-            completions = [future.result() for future in entry.futures]
-            outcome = answer(
-                entry.prepared,
-                completions,
-                context.tokenizer,
-                context.served,
-                submitted_at=entry.submitted_at,
-                now=time.time(),
-            )
-        except CancelledError:
-            unrecorded.pop(request.id, None)  # the lease was lost: somebody else answers it
-        except PromptmillError as error:
-            fail(request, error)
-        except Exception as error:
-            fail(request, _internal_error(request, error))
-        else:
-            if context.answer_cache:
-                outcome = replace(outcome, answer_key=_answer_key(entry.prepared, context.served))
-            record(outcome)
-            _log_attempt(request, outcome)
+        for entry in _take_all(finished):
+            entry.unfinished -= 1
+            if entry.unfinished:
+                continue
+            running -= 1
+            request = entry.prepared.claimed
+            try:
+                completions = [future.result() for future in entry.futures]
+                outcome = answer(
+                    entry.prepared,
+                    completions,
+                    context.tokenizer,
+                    context.served,
+                    submitted_at=entry.submitted_at,
+                    now=time.time(),
+                )
+            except CancelledError:
+                stopped[request.id] = request.attempt
+            except Exception as error:
+                fail(request, error)
+            else:
+                if context.answer_cache:
+                    outcome = replace(outcome, answer_key=_answer_key(entry.prepared, context.served))
+                ended.append(outcome)
+                context.attempts_log.write(request, outcome)
+        record()
 
     for written in recorded:
         written.result()
-    _hand_back(context, released, failed, unrecorded)
+    _hand_back(context, released, failed, stopped, unrecorded)
+
+
+def _take_all(finished: SimpleQueue[_Running]) -> Iterator[_Running]:
+    """Wait for an entry, then give all that are there."""
+    yield finished.get()
+    while True:
+        try:
+            yield finished.get_nowait()
+        except Empty:
+            return
 
 
 def _hand_back(
-    context: WorkerContext, released: dict[int, int], failed: Sequence[RequestOutcome], unrecorded: dict[int, int]
+    context: WorkerContext,
+    released: dict[int, int],
+    failed: Sequence[RequestOutcome],
+    stopped: dict[int, int],
+    unrecorded: dict[int, int],
 ) -> None:
-    """Return what this worker could not finish, for itself or another to try again."""
+    """Return what this worker could not finish, for itself or another to try again; end what was stopped for good."""
+    if stopped:
+        now = context.database.now()
+        ended = context.database.retry(
+            lambda connection: stop_requests(connection, stopped, worker=context.name, now=now)
+        )
+        log.info("requests_stopped", requests=len(ended))
+        # Of the others the lease was lost, or the batch goes on after all: handing back passes over the former.
+        released = released | {request_id: stopped[request_id] for request_id in stopped.keys() - set(ended)}
     if released:
         now = context.database.now()
         context.database.retry(lambda connection: release_requests(connection, released, worker=context.name, now=now))
@@ -297,7 +390,7 @@ def _hand_back(
                 code=outcome.error_code,
                 reason=outcome.error_message,
             )
-    for request_id in [*released, *(outcome.request_id for outcome in failed)]:
+    for request_id in [*released, *stopped, *(outcome.request_id for outcome in failed)]:
         unrecorded.pop(request_id, None)
 
 
@@ -325,10 +418,14 @@ def _answer_key(prepared: PreparedRequest, served: Served) -> str | None:
 
 def _top_up(context: WorkerContext) -> None:
     """Refill the queue's window. Whoever else finds it low does the same, so a failure here may wait."""
+    if not context.topping_up.acquire(blocking=False):
+        return  # another chunk of this worker has just ended, and does it
     try:
         top_up(context.database, context.app, context.queue, context.database.now())
     except (QueueError, StorageError) as error:
         log.warning("queue_not_topped_up", code=error.code, reason=error.message)
+    finally:
+        context.topping_up.release()
 
 
 def _internal_error(request: ClaimedRequest, error: Exception) -> PromptmillError:
@@ -336,23 +433,4 @@ def _internal_error(request: ClaimedRequest, error: Exception) -> PromptmillErro
     return PromptmillError(
         f"the request could not be run ({type(error).__name__}); the worker's log has the traceback",
         code="internal_error",
-    )
-
-
-def _log_attempt(request: ClaimedRequest, outcome: RequestOutcome) -> None:
-    record = outcome.record
-    log.info(
-        "attempt_completed",
-        batch=request.batch_id,
-        request=request.id,
-        attempt=request.attempt,
-        model=request.model,
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        completion_tokens=record.completion_tokens,
-        mean_batch_size=round(record.mean_batch_size or 0.0, 1),
-        queue_s=round(record.queue_s or 0.0, 4),
-        time_to_first_token_s=round(record.time_to_first_token_s or 0.0, 4),
-        total_s=round(record.total_s or 0.0, 4),
-        finish_reason=record.finish_reason,
     )

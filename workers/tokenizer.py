@@ -57,11 +57,11 @@ class Tokenizer:
 
         add_bos: put BOS in front unless the text already begins with it; by default as the checkpoint says.
         """
-        return self._with_bos(self._encoder.encode(text), add_bos)
+        return self.with_bos(self._encoder.encode(text), add_bos)
 
     def encode_many(self, texts: Sequence[str], *, add_bos: bool | None = None) -> list[list[int]]:
         """Encode several texts at once, on several cores where the tokenizer can."""
-        return [self._with_bos(ids, add_bos) for ids in self._encoder.encode_many(texts)]
+        return [self.with_bos(ids, add_bos) for ids in self._encoder.encode_many(texts)]
 
     def render_chat(
         self,
@@ -90,9 +90,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of ids that start a text; special tokens and an unfinished last character are left out."""
-        data = b"".join(self.token_bytes(token) for token in token_ids if not self.is_special(token))
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+        text = self.decode_answer(token_ids)
         return text[1:] if self._encoder.adds_space_prefix and text.startswith(" ") else text
+
+    def decode_answer(self, token_ids: Iterable[int]) -> str:
+        """The same for ids that go on from others: their first space is their own."""
+        special, size, table = self._encoder.special_ids, len(self._encoder.token_bytes), self._encoder.token_bytes
+        data = b"".join([table[token] for token in token_ids if token not in special and 0 <= token < size])
+        return codecs.utf_8_decode(data, "replace")[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token stands for: a special token's name, nothing for an id beyond the vocabulary."""
@@ -103,7 +108,8 @@ class Tokenizer:
         """Whether a token steers the model rather than standing for text."""
         return token_id in self._encoder.special_ids
 
-    def _with_bos(self, ids: list[int], add_bos: bool | None) -> list[int]:
+    def with_bos(self, ids: list[int], add_bos: bool | None = None) -> list[int]:
+        """Put BOS in front of the ids of a whole prompt, as `encode` does."""
         wanted = self.add_bos if add_bos is None else add_bos
         if wanted and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]

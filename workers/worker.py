@@ -7,32 +7,40 @@ more chunks, finishes what it can within `drain_s`, hands the rest back and leav
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pynvml
 import structlog
 from celery import signals
 
-from jobs.queue import make_app, queue_names
+from jobs.queue import InteractiveQueue, make_app, own_queue_name, queue_name, redis_url
 from jobs.settings import Settings
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
 from storage.models import WorkerStatus
 from storage.retries import RetryLimits
-from storage.transitions import NewWorker, register_worker, retire_worker, update_worker
+from storage.transitions import NewWorker, note_device, register_worker, retire_worker, update_worker
 from workers.answers import Served
+from workers.devices import Device, DeviceMonitor
+from workers.engine.flavour import cuda_trouble
 from workers.engine.opening import open_engine
 from workers.engine.request import AnyEngine
+from workers.interactive import InteractiveLine
 from workers.leases import LeaseKeeper
 from workers.models.artifact import Artifact, load_artifact
+from workers.placement import Placement, place_worker
 from workers.recorder import Recorder
-from workers.tasks import WorkerContext, register_tasks
+from workers.replies import Replies
+from workers.tasks import WorkerContext, register_tasks, run_requests
 from workers.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -47,37 +55,55 @@ HAND_BACK_S = 10.0
 WATCH_S = 1.0
 # The engine hangs or has died (EX_SOFTWARE).
 EXIT_ENGINE = 70
+# The GPU is lost or sick (EX_UNAVAILABLE): no use starting again on it before somebody has looked after it.
+EXIT_GPU = 69
+# What should have been handed back was not in time (EX_TEMPFAIL).
+EXIT_OVERDUE = 75
 
 
-def run_worker(settings: Settings, artifact_path: Path, model: str | None = None, parent_pid: int | None = None) -> int:
+def run_worker(
+    settings: Settings,
+    artifact_path: Path,
+    model: str | None = None,
+    parent_pid: int | None = None,
+    gpu: str | None = None,
+) -> int:
     """Be a worker until told to stop. Returns the process's exit code.
 
-    model: the name that lines use, by default the artifact's. parent_pid: drain when that process is gone.
-    Raises PromptmillError when it cannot start; the worker's row then says why.
+    model: the name that lines use, by default the artifact's. parent_pid: drain when that process is gone. gpu: the
+    device to run on. Raises PromptmillError when it cannot start; the worker's row, once there is one, then says why.
     """
+    import sys  # TRYOUT
+
+    sys.setswitchinterval(float(os.environ.get("SI", "0.005")))  # TRYOUT
     with open_database(settings.database.url) as database:
         upgrade_schema(database)
         artifact = load_artifact(artifact_path, check_digests=True)
         host = socket.gethostname()
-        device = settings.engine.flavour
-        name = f"{device}@{host}-{os.getpid()}"
+        place = place_worker(gpu, settings.engine.flavour, artifact, os.environ, pynvml, cuda_trouble)
+        # The process's number makes it this worker's alone: what is told of a dead one must not hit its successor.
+        name = f"{place.name}@{host}-{os.getpid()}"
         served_name = model or artifact.model
         introduction = NewWorker(
-            name=name, host=host, pid=os.getpid(), model=served_name, artifact_digest=artifact.digest, device=device
+            name=name, host=host, pid=os.getpid(), model=served_name, artifact_digest=artifact.digest, device=place.name
         )
         with database.write() as connection:
             register_worker(connection, introduction, database.now())
         structlog.contextvars.bind_contextvars(worker=name)
         try:
-            engine = open_engine(artifact, settings.engine, _progress(database, name))
-            code = _consume(settings, database, artifact, engine, name, served_name, parent_pid)
+            with _watched_device(database, name, place.device) as device:
+                engine = open_engine(artifact, settings.engine, place.flavour, _progress(database, name))
+                code = _consume(settings, database, artifact, engine, name, served_name, parent_pid, place, device)
         except PromptmillError as error:
             _retire(database, name, WorkerStatus.FAILED, error.message)
             raise
         except BaseException as error:
             _retire(database, name, WorkerStatus.FAILED, f"{type(error).__name__}: {error}")
             raise
-        _retire(database, name, WorkerStatus.STOPPED, None)
+        if device.reason:
+            _retire(database, name, WorkerStatus.FAILED, f"its GPU is not fit for work: {device.reason}")
+        else:
+            _retire(database, name, WorkerStatus.STOPPED, None)
         return code
 
 
@@ -89,40 +115,52 @@ def _consume(
     name: str,
     served_name: str,
     parent_pid: int | None,
+    place: Placement,
+    device: _WatchedDevice,
 ) -> int:
     app = make_app(settings.queue)
     served = Served(
         model=served_name,
         artifact_digest=artifact.digest,
-        device=settings.engine.flavour,
+        device=place.name if place.flavour == "cuda" else place.flavour,
         context_length=engine.context_length,
         vocab_size=artifact.description.vocab_size,
     )
     alive_file = settings.home / "run" / f"worker-{socket.gethostname()}-{os.getpid()}.alive"
     alive_file.parent.mkdir(parents=True, exist_ok=True)
     drain = _Drain(engine, settings.worker.drain_s, lambda: _say_draining(database, name))
-    watch = _Watch(engine, drain, settings.engine.watchdog_s, parent_pid)
+    watch = _Watch(engine, drain, settings.engine.watchdog_s, parent_pid, device.why_sick)
     leases = LeaseKeeper(database, name, settings.worker.lease_s, lambda: _touch(alive_file))
-    with Recorder(database, name) as recorder:
+    tokenizer = Tokenizer(artifact)
+    with Recorder(database, name) as recorder, Replies(redis_url(settings.queue.url), tokenizer) as replies:
         context = WorkerContext(
             name=name,
             app=app,
             database=database,
             queue=settings.queue,
             engine=engine,
-            tokenizer=Tokenizer(artifact),
+            tokenizer=tokenizer,
             served=served,
             recorder=recorder,
             leases=leases,
+            replies=replies,
             limits=RetryLimits(max_attempts=settings.worker.max_attempts, backoff_s=settings.worker.retry_backoff_s),
             answer_cache=settings.worker.answer_cache,
         )
         register_tasks(context)
+        line = InteractiveLine(
+            InteractiveQueue(settings.queue, served_name),
+            lambda request_ids: run_requests(context, request_ids),
+            most=engine.max_batch_size,
+        )
         worker = app.Worker(
             hostname=name,
             pool="threads",
             concurrency=math.ceil(engine.max_batch_size / settings.queue.chunk_size) + SPARE_CHUNKS,
-            queues=list(queue_names(served_name)),
+            queues=[
+                own_queue_name(served_name, f"{place.name}@{socket.gethostname()}"),
+                queue_name(served_name, is_interactive=False),
+            ],
             loglevel="WARNING",
             without_gossip=True,
             without_mingle=True,
@@ -137,22 +175,74 @@ def _consume(
                     status=WorkerStatus.READY,
                     max_batch_size=engine.max_batch_size,
                 )
+            line.start()
             log.info("worker_ready", model=served_name, slots=engine.max_batch_size, context=engine.context_length)
 
         signals.worker_ready.connect(announce, weak=False)
-        signals.worker_shutting_down.connect(drain.begin, weak=False)
+
+        def leave(**_: object) -> None:
+            line.stop()
+            drain.begin()
+
+        signals.worker_shutting_down.connect(leave, weak=False)
+        # What is there now stays as long as the process: no collection need walk it again in the midst of a step.
+        gc.collect()
+        gc.freeze()
+        device.on_sick = drain.abandon
         try:
             worker.start()
         finally:
             signals.worker_ready.disconnect(announce)
-            signals.worker_shutting_down.disconnect(drain.begin)
+            signals.worker_shutting_down.disconnect(leave)
+            if drain.has_begun:
+                line.close()  # what it has in hand ends, or is handed back when the grace budget is over
             engine.close()
+            line.close()
     leases.close()
     watch.close()
     drain.settle()
     alive_file.unlink(missing_ok=True)
-    log.info("worker_stopped", exit_code=worker.exitcode or 0)
-    return int(worker.exitcode or 0)
+    code = int(drain.exit_code or worker.exitcode or 0)
+    log.info("worker_stopped", exit_code=code)
+    return code
+
+
+class _WatchedDevice:
+    """The GPU that this worker is pinned to, if any. on_sick: what then happens; before there is work, just the end."""
+
+    def __init__(self) -> None:
+        self.monitor: DeviceMonitor | None = None
+        self.reason: str | None = None
+        self.on_sick: Callable[[int], None] = os._exit
+
+    def note_sick(self, reason: str) -> None:
+        self.reason = reason
+        self.on_sick(EXIT_GPU)
+
+    def why_sick(self) -> str | None:
+        return None if self.monitor is None else self.monitor.look()
+
+
+@contextlib.contextmanager
+def _watched_device(database: Database, name: str, device: Device | None) -> Iterator[_WatchedDevice]:
+    """Watch a worker's GPU as long as the block lasts. Raises GpuError if it is not fit for work."""
+    watched = _WatchedDevice()
+    if device is None:
+        yield watched
+        return
+
+    def record(reading: dict[str, Any]) -> None:
+        try:
+            with database.write(durable=False) as connection:
+                note_device(connection, name, reading)
+        except StorageError as error:
+            log.warning("gpu_not_recorded", code=error.code, reason=error.message)
+
+    watched.monitor = DeviceMonitor(pynvml, device, record, watched.note_sick)
+    try:
+        yield watched
+    finally:
+        watched.monitor.close()
 
 
 class _Drain:
@@ -164,6 +254,7 @@ class _Drain:
         self._announcing = threading.Thread(target=announce, name="announce", daemon=True)  # the database may be away
         self._begun = threading.Event()
         self._hurry = threading.Event()
+        self.exit_code = 0
 
     @property
     def has_begun(self) -> bool:
@@ -176,6 +267,12 @@ class _Drain:
             return
         self._begun.set()
         threading.Thread(target=self._run, name="drain", daemon=True).start()
+
+    def abandon(self, exit_code: int) -> None:
+        """Hand everything back at once, and let the process end with this code. Called from any thread."""
+        self.exit_code = exit_code
+        self._hurry.set()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def settle(self) -> None:
         """What comes after must not be overwritten by a late announcement."""
@@ -190,10 +287,14 @@ class _Drain:
         while time.monotonic() < until and not self._hurry.is_set() and (status.running or status.waiting):
             self._hurry.wait(0.05)
             status = self._engine.status()
-        self._engine.close()
-        time.sleep(HAND_BACK_S)
+        overdue = threading.Timer(HAND_BACK_S, self._end)
+        overdue.daemon = True
+        overdue.start()
+        self._engine.close()  # which may hang, where a device does
+
+    def _end(self) -> None:
         log.error("drain_overdue", seconds=HAND_BACK_S)
-        os._exit(75)
+        os._exit(self.exit_code or EXIT_OVERDUE)
 
 
 class _Watch:
@@ -203,8 +304,16 @@ class _Watch:
     go to others.
     """
 
-    def __init__(self, engine: AnyEngine, drain: _Drain, limit_s: float, parent_pid: int | None) -> None:
+    def __init__(
+        self,
+        engine: AnyEngine,
+        drain: _Drain,
+        limit_s: float,
+        parent_pid: int | None,
+        why_sick: Callable[[], str | None],
+    ) -> None:
         self._engine = engine
+        self._why_sick = why_sick
         self._drain = drain
         self._limit_s = limit_s
         self._parent_pid = parent_pid
@@ -223,8 +332,9 @@ class _Watch:
                 os.kill(os.getpid(), signal.SIGTERM)
             status = self._engine.status()
             if not status.is_alive and not self._drain.has_begun:
-                log.critical("engine_gone")
-                os._exit(EXIT_ENGINE)
+                reason = self._why_sick()
+                log.critical("engine_gone", gpu=reason)
+                os._exit(EXIT_GPU if reason else EXIT_ENGINE)
             age = time.monotonic() - status.last_step_at
             if status.running and age > self._limit_s:
                 log.critical("engine_stuck", seconds=round(age), limit=self._limit_s)

@@ -38,6 +38,7 @@ class Home:
     artifact: Path
     work: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)  # beside what every command gets
 
     def write_lines(self, name: str, lines: list[object]) -> Path:
         """A JSONL file; a str is written as it is."""
@@ -50,7 +51,8 @@ class Home:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTMILL_")}
         process = subprocess.Popen(
             [sys.executable, "-m", "jobs.cli", *map(str, arguments)],
-            env={**environment, "PROMPTMILL_HOME": str(self.path), "PROMPTMILL_ENGINE_CONTEXT_LENGTH": "512"},
+            env={**environment, "PROMPTMILL_HOME": str(self.path), "PROMPTMILL_ENGINE_CONTEXT_LENGTH": "512"}
+            | self.environment,
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

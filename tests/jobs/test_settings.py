@@ -18,7 +18,7 @@ def test_without_any_variable_the_defaults_hold(monkeypatch: pytest.MonkeyPatch)
     assert settings.home.name == "promptmill"
     assert settings.database.url == f"sqlite:///{settings.home}/promptmill.db"
     assert settings.queue.url == ""
-    assert (settings.queue.chunk_size, settings.engine.max_batch_size, settings.engine.prefix_reuse) == (32, 64, True)
+    assert (settings.queue.chunk_size, settings.engine.max_batch_size, settings.engine.prefix_reuse) == (32, 0, True)
     assert settings.artifacts_dir == settings.home / "artifacts"
 
 
@@ -29,7 +29,7 @@ def test_the_environment_wins_over_the_file_and_the_file_over_defaults(
     env_file.write_text("PROMPTMILL_ENGINE_THREADS=3\nPROMPTMILL_ENGINE_MAX_BATCH_SIZE=8\nOTHER_PROGRAM=1\n")
     monkeypatch.setenv("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "16")
     engine = load_settings(env_file).engine
-    assert (engine.threads, engine.max_batch_size, engine.prefill_chunk_tokens) == (3, 16, 512)
+    assert (engine.threads, engine.max_batch_size, engine.prefill_chunk_tokens) == (3, 16, 0)
 
 
 def test_the_file_of_the_working_directory_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,14 +41,15 @@ def test_the_file_of_the_working_directory_is_read(monkeypatch: pytest.MonkeyPat
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """As docker-compose passes variables that `.env` leaves empty."""
     monkeypatch.setenv("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "")
-    assert load_settings(env_file=None).engine.max_batch_size == 64
+    assert load_settings(env_file=None).engine.max_batch_size == 0
 
 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
         ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "value 'many' is not accepted; wanted: a valid integer"),
-        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "0", "value '0' is not accepted; wanted: greater than or equal to 1"),
+        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "-1", "value '-1' is not accepted; wanted: greater than or equal to 0"),
+        ("PROMPTMILL_ENGINE_SHARED_PREFIX_TOKENS", "512,long", "wanted: lengths in tokens with commas between"),
         ("PROMPTMILL_ENGINE_PREFIX_REUSE", "perhaps", "value 'perhaps' is not accepted; wanted: a valid boolean"),
         ("PROMPTMILL_LOG_LEVEL", "loud", "wanted: 'debug', 'info', 'warning' or 'error'"),
         ("PROMPTMILL_WORKER_LEASE_S", "1", "wanted: greater than or equal to 3"),

@@ -10,8 +10,8 @@ from jobs.settings import QueueSettings, Settings
 from jobs.sweep import LOST_AFTER_S, Swept, sweep
 from storage import queries, transitions
 from storage.database import Database
-from storage.models import BatchStatus, RequestStatus
-from storage.transitions import AttemptRecord, NewBatch, NewRequest, RequestOutcome
+from storage.models import BatchStatus, RequestStatus, WorkerStatus
+from storage.transitions import AttemptRecord, NewBatch, NewRequest, NewWorker, RequestOutcome
 
 NOW = 1_000_000.0
 LATER = NOW + LOST_AFTER_S + 1
@@ -70,15 +70,49 @@ def test_a_dead_workers_requests_are_sent_again(database: Database, app: Celery,
     assert counts(database, batch_id) == {RequestStatus.QUEUED: 5}
 
 
-def test_messages_that_redis_lost_are_sent_again(
+def test_a_queue_that_was_emptied_is_filled_again_at_once(
     database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
 ) -> None:
     make_batch(database, 100)
     sweep(database, app, settings, NOW)
     queue_client.flushall()
-    assert sweep(database, app, settings, NOW + 1) == Swept()  # too early to tell from those on their way
-    assert sweep(database, app, settings, LATER) == Swept(lost_messages=100, queued=100)
+    assert sweep(database, app, settings, NOW + 1) == Swept(lost_messages=100, queued=100)
+    assert sweep(database, app, settings, NOW + 2) == Swept()
     assert waiting_ids(app, ["tiny"]) == set(range(1, 101))
+
+
+def test_messages_in_a_dead_workers_hands_are_sent_again_at_once(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    """Received and not yet claimed: only Redis knows of them, and would keep them for an hour."""
+    make_batch(database, 64)
+    sweep(database, app, settings, NOW)
+    with app.connection_for_read() as connection:
+        held = connection.default_channel.basic_get("promptmill.tiny.bulk")
+        assert held is not None
+        with database.write() as on:
+            transitions.register_worker(on, NewWorker(name="w", host="h", pid=1, model="tiny"), NOW)
+        assert sweep(database, app, settings, NOW + 1) == Swept()
+        with database.write() as on:
+            transitions.retire_worker(on, "w", NOW + 1, status=WorkerStatus.FAILED)
+        assert sweep(database, app, settings, NOW + 2) == Swept(lost_messages=32, queued=32)
+        assert sweep(database, app, settings, NOW + 3) == Swept()
+        held.reject()
+
+
+def test_messages_that_others_received_after_a_death_are_theirs(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_batch(database, 64)
+    sweep(database, app, settings, NOW)
+    with database.write() as on:
+        transitions.register_worker(on, NewWorker(name="w", host="h", pid=1, model="tiny"), NOW)
+        transitions.retire_worker(on, "w", NOW + 1, status=WorkerStatus.FAILED)
+    with app.connection_for_read() as connection:
+        held = connection.default_channel.basic_get("promptmill.tiny.bulk")  # now, which is ten seconds after the death
+        assert held is not None
+        assert sweep(database, app, settings, NOW + 11) == Swept()
+        held.reject()
 
 
 def test_a_single_lost_message_is_found_among_the_others(
@@ -87,6 +121,7 @@ def test_a_single_lost_message_is_found_among_the_others(
     make_batch(database, 100)
     sweep(database, app, settings, NOW)
     queue_client.rpop("promptmill.tiny.bulk")
+    assert sweep(database, app, settings, NOW + 1) == Swept()  # too early to tell it from one on its way
     assert sweep(database, app, settings, LATER).lost_messages == 32
     assert waiting_ids(app, ["tiny"]) == set(range(1, 101))
 

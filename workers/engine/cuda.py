@@ -23,21 +23,20 @@ import structlog
 from onnx import TensorProto
 
 from storage.errors import PromptmillError
-from workers.engine.blocks import SCRATCH_BLOCK, blocks_for
+from workers.engine.blocks import SCRATCH_BLOCK, block_size_for, blocks_for
 from workers.engine.paged_engine import (
-    Int32s,
     Int64s,
     PagedDecode,
     PagedPrefill,
     SamplingArrays,
     StepResult,
 )
+from workers.engine.request import DEVICE_FAILED
+from workers.engine.scheduler import Int32s
 from workers.models.cuda_graph import (
     MAX_LOGPROBS,
     ONNX_TYPES,
-    CudaType,
     Decoder,
-    block_size_for,
     build_decoder_graph,
     build_prefix_graph,
     build_sampler_graph,
@@ -46,7 +45,7 @@ from workers.models.cuda_graph import (
     split_shapes,
     weight_shapes,
 )
-from workers.models.description import ModelDescription
+from workers.models.description import CudaType, ModelDescription
 
 log = structlog.get_logger()
 
@@ -160,6 +159,7 @@ class CudaRunner:
     the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
     prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
     buckets and a copy of the prefix. split_min_rows: from here on decode steps rotate q and k outside of attention.
+    release_weights: called when they are needed no more.
     """
 
     def __init__(
@@ -180,6 +180,7 @@ class CudaRunner:
         prefix_min_rows: int = 32,
         split_min_rows: int = 384,
         provider_options: Mapping[str, str] | None = None,
+        release_weights: Callable[[], None] = lambda: None,
     ) -> None:
         self.vocab_size = model.vocab_size
         self.context_length = context_length
@@ -201,8 +202,11 @@ class CudaRunner:
         self._prefill_tokens = prefill_tokens
         self._memory_bytes = memory_bytes
         self._provider_options = dict(provider_options or {})
+        self._release_weights = release_weights
         self._device_memory: list[int] = []
         self._pinned_memory: list[int] = []
+        self._events: list[Any] = []
+        self._streams: list[Any] = []
         self._bindings: dict[tuple[int, int, int], Any] = {}  # by rows, table width, prefix tokens
         self._graph_ids: dict[tuple[int, int, int], int] = {}
         self._loaded_prefix: bytes = b""
@@ -236,20 +240,28 @@ class CudaRunner:
         self._warm_up(report)
         return self.num_blocks
 
+    def check(self) -> None:
+        """Raise CudaError `device_failed` if the device will run nothing any more: such an error stays."""
+        self._call("cudaStreamSynchronize", self._lane.stream)
+
     def close(self) -> None:
-        """Wait for the device and give everything back."""
-        if not hasattr(self, "_cuda"):
-            return
-        self._cuda.cudaDeviceSynchronize()
-        self._bindings.clear()
-        self.__dict__.pop("_lane", None)
-        self.__dict__.pop("_prefix_session", None)
-        for pointer in self._device_memory:
-            self._cuda.cudaFree(pointer)
-        for pointer in self._pinned_memory:
-            self._cuda.cudaFreeHost(pointer)
-        self._device_memory.clear()
-        self._pinned_memory.clear()
+        """Wait for the device and give everything back, the weights last."""
+        if hasattr(self, "_cuda"):
+            self._cuda.cudaDeviceSynchronize()
+            # Sessions first: they hold the stream and read the memory.
+            self._bindings.clear()
+            self.__dict__.pop("_lane", None)
+            self.__dict__.pop("_prefix_session", None)
+            gives_back = (
+                (self._events, self._cuda.cudaEventDestroy),
+                (self._streams, self._cuda.cudaStreamDestroy),
+                (self._device_memory, self._cuda.cudaFree),
+                (self._pinned_memory, self._cuda.cudaFreeHost),
+            )
+            for held, give_back in gives_back:
+                while held:
+                    give_back(held.pop())
+        self._release_weights()
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -463,6 +475,7 @@ class CudaRunner:
     def _open_lane(self, kinds: Iterable[Decoder]) -> _Lane:
         cuda = self._cuda
         (stream,) = self._call("cudaStreamCreateWithFlags", cuda.cudaStreamNonBlocking)
+        self._streams.append(stream)
         handle = int(stream)
         rows = self.max_rows
         prefill_bytes = self._prefill_tokens * (8 + 8 + 4) + rows * (8 + 4 + 4) + rows * self.max_blocks * 4 + 4096
@@ -475,6 +488,7 @@ class CudaRunner:
             sampling, sampling_pointer = self._pin(sampling_bytes)
             output, output_pointer = self._pin(output_bytes)
             (event,) = self._call("cudaEventCreateWithFlags", cuda.cudaEventBlockingSync | cuda.cudaEventDisableTiming)
+            self._events.append(event)
             slots.append(_Slot(control, control_pointer, sampling, sampling_pointer, output, output_pointer, event))
         decoders = {kind: self._open_decoder(kind, handle) for kind in kinds}
         samplers = (
@@ -745,13 +759,22 @@ class UploadedWeights:
     _cuda: ModuleType = field(repr=False)
 
     def close(self) -> None:
-        self._cuda.cudaFree(self.pointer)
+        """Free them; nothing the second time."""
+        if self.pointer:
+            self._cuda.cudaFree(self.pointer)
+        self.pointer = 0
 
 
 def upload_weights(
-    model: ModelDescription, rotary_length: int, weights: Iterable[tuple[str, npt.NDArray[np.uint16]]]
+    model: ModelDescription,
+    rotary_length: int,
+    weights: Iterable[tuple[str, npt.NDArray[np.uint16]]],
+    report: Callable[[str, int, int], None] = lambda *_: None,
 ) -> UploadedWeights:
-    """Copy every weight to the device, one at a time. Raises CudaError."""
+    """Copy every weight to the device, one at a time.
+
+    Raises CudaError: `not_enough_memory`, or that the device refused.
+    """
     cuda = _load_cuda()
     shapes = weight_shapes(model, rotary_length)
     offsets: dict[str, int] = {}
@@ -759,10 +782,35 @@ def upload_weights(
     for name, shape in shapes.items():
         offsets[name] = end
         end = _align(end + int(np.prod(shape)) * _ITEM_BYTES)
+    free, total = _checked(cuda, "cudaMemGetInfo", cuda.cudaMemGetInfo())
+    if end + RESERVED_BYTES > free:
+        raise CudaError(
+            f"the weights take {end >> 20} MiB, and {max(0, free - RESERVED_BYTES) >> 20} MiB of the GPU's "
+            f"{total >> 20} MiB can be had; end what else runs on it, or use a smaller model",
+            code="not_enough_memory",
+        )
     (pointer,) = _checked(cuda, "cudaMalloc", cuda.cudaMalloc(end))
-    tensors = {name: DeviceTensor(int(pointer) + offsets[name], shape) for name, shape in shapes.items()}
+    uploaded = UploadedWeights({}, int(pointer), cuda)
+    try:
+        _fill(uploaded, shapes, offsets, weights, report)
+    except BaseException:
+        uploaded.close()
+        raise
+    return uploaded
+
+
+def _fill(
+    uploaded: UploadedWeights,
+    shapes: Mapping[str, tuple[int, ...]],
+    offsets: Mapping[str, int],
+    weights: Iterable[tuple[str, npt.NDArray[np.uint16]]],
+    report: Callable[[str, int, int], None],
+) -> None:
+    cuda, pointer = uploaded._cuda, uploaded.pointer
+    tensors = {name: DeviceTensor(pointer + offsets[name], shape) for name, shape in shapes.items()}
     missing = set(shapes)
     for name, values in weights:
+        report("loading the model", len(shapes) - len(missing), len(shapes))
         assert values.shape == shapes[name], f"weight {name} has shape {values.shape}, wanted {shapes[name]}"
         contiguous = np.ascontiguousarray(values)
         kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
@@ -770,7 +818,7 @@ def upload_weights(
         _checked(cuda, "cudaMemcpy", copied)
         missing.discard(name)
     assert not missing, f"weights are missing: {sorted(missing)}"
-    return UploadedWeights(tensors, int(pointer), cuda)
+    uploaded.tensors.update(tensors)
 
 
 def cuda_row_buckets(max_rows: int) -> tuple[int, ...]:
@@ -813,6 +861,6 @@ def _load_cuda() -> ModuleType:
 def _checked(cuda: ModuleType, name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     error, *values = answer
     if error != cuda.cudaError_t.cudaSuccess:
-        code = "not_enough_memory" if error == cuda.cudaError_t.cudaErrorMemoryAllocation else "cuda_failed"
+        code = "not_enough_memory" if error == cuda.cudaError_t.cudaErrorMemoryAllocation else DEVICE_FAILED
         raise CudaError(f"{name} failed: {error.name}", code=code, retryable=True)
     return tuple(values)

@@ -7,11 +7,9 @@ A request's failure ends that request alone; a failed model run ends those that 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,18 +17,8 @@ import numpy as np
 import structlog
 
 from workers.engine.kv_cache import Slot, SlotCache, TokenIds
-from workers.engine.request import (
-    Completion,
-    CompletionTimes,
-    EngineStatus,
-    FinishReason,
-    GenerationRequest,
-    TokenLogprobs,
-    deadline_exceeded,
-    engine_closed,
-    engine_failed,
-    prompt_too_long,
-)
+from workers.engine.loop import Row, StepLoop
+from workers.engine.request import FinishReason, GenerationRequest, engine_failed
 from workers.engine.sampling import Logits, RowSampler, sample_rows
 from workers.engine.scheduler import (
     MIN_REUSED_TOKENS,
@@ -62,34 +50,26 @@ class Runner(Protocol):
     def copy_rows(self, source: int, target: int, length: int) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A request on its way through the engine."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Row(Row):
+    """slot: once it is admitted."""
 
-    request: GenerationRequest
     prompt: TokenIds
-    future: Future[Completion]
     sampler: RowSampler
-    submitted_at: float
     slot: Slot | None = None
-    cached: int = 0
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    steps: int = 0
-    shared_rows: int = 0
 
     @property
     def is_decoding(self) -> bool:
         return bool(self.token_ids)
 
 
-class Engine:
+class Engine(StepLoop[_Row]):
     """Continuous batching over a runner's slots.
 
     stop_token_ids: end a request unless it ignores them. prefill_budget_tokens: prompt tokens computed between two
     decode steps. prefix_reuse: copy KV rows of a beginning that some slot holds instead of computing them.
+    interactive_slots: of the runner's slots, those that other requests leave free.
     """
 
     def __init__(
@@ -100,9 +80,9 @@ class Engine:
         stop_token_ids: Iterable[int],
         prefill_budget_tokens: int = 512,
         prefix_reuse: bool = True,
+        interactive_slots: int = 0,
     ) -> None:
-        self.context_length = runner.context_length
-        self.max_batch_size = runner.slots
+        super().__init__(max_batch_size=runner.slots - interactive_slots, context_length=runner.context_length)
         self._runner = runner
         self._buckets = tuple(buckets)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -110,81 +90,21 @@ class Engine:
         self._prefix_reuse = prefix_reuse
         self._cache = SlotCache(runner.slots, runner.context_length)
         self._rows: list[_Row] = []  # admitted, in order of admission; owned by the engine's thread
-        self._waiting: deque[_Row] = deque()  # owned by the engine's thread
-        self._inbox: deque[_Row] = deque()  # guarded by _wake
-        self._wake = threading.Condition()
-        self._closing = False
-        self._draining = False
-        self._steps = 0
-        self._last_step_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._start()
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Queue a request. The future gives a `Completion` or raises an EngineError; cancel it to give up.
-
-        Raises EngineError: `context_length_exceeded` if the prompt leaves no room for one token, `engine_closed`.
-        """
+    def _receive(self, request: GenerationRequest) -> _Row:
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        assert prompt.size > 0, "an empty prompt must be refused before the engine"
-        if prompt.size > self.context_length - 1:
-            raise prompt_too_long(prompt.size, self.context_length)
-        future: Future[Completion] = Future()
         sampler = RowSampler(request.sampling, self._runner.vocab_size)
-        row = _Row(request, prompt, future, sampler, time.monotonic())
-        with self._wake:
-            if self._closing or self._draining:
-                raise engine_closed()
-            self._inbox.append(row)
-            self._wake.notify()
-        return future
+        return _Row(request=request, prompt_tokens=prompt.size, prompt=prompt, sampler=sampler)
 
-    def status(self) -> EngineStatus:
-        return EngineStatus(
-            running=len(self._rows),
-            waiting=len(self._waiting) + len(self._inbox),
-            steps=self._steps,
-            last_step_at=self._last_step_at,
-            is_alive=self._thread.is_alive(),
-        )
+    def _admitted(self) -> list[_Row]:
+        return list(self._rows)
 
-    def close(self, *, drain: bool = False) -> None:
-        """Stop the thread. drain: answer what was submitted first; else those requests fail with `engine_closed`."""
-        with self._wake:
-            self._draining = True
-            self._closing = self._closing or not drain
-            self._wake.notify()
-        self._thread.join()
+    def _running_count(self) -> int:
+        return len(self._rows)
 
-    def _run(self) -> None:
-        """Loop to the end, then leave no request unanswered. An error here is our own mistake and ends the engine."""
-        error: Exception = engine_closed()
-        try:
-            self._loop()
-            self._cache.check_integrity()
-        except Exception as mistake:
-            log.critical("engine_broken", exc_info=mistake)
-            error = engine_failed(mistake)
-        with self._wake:
-            self._closing = True
-            self._waiting.extend(self._inbox)
-            self._inbox.clear()
-        for row in [*self._rows, *self._waiting]:
-            self._fail(row, error)
-        self._waiting.clear()
-
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._rows or self._waiting or self._draining):
-                    self._wake.wait()
-                    self._last_step_at = time.monotonic()
-                self._waiting.extend(self._inbox)
-                self._inbox.clear()
-                if self._closing or (self._draining and not self._rows and not self._waiting):
-                    return
-            self._turn()
-            self._last_step_at = time.monotonic()
+    def _settle(self) -> None:
+        self._cache.check_integrity()
 
     def _turn(self) -> None:
         self._drop_given_up()
@@ -197,18 +117,10 @@ class Engine:
             self._decode(decoding)
         self._steps += 1
 
-    def _drop_given_up(self) -> None:
-        """End the rows whose future was cancelled or whose deadline has passed, admitted or not."""
-        now = time.monotonic()
-        for row in [*self._rows, *self._waiting]:
-            deadline = row.request.deadline
-            if row.future.cancelled() or (deadline is not None and now > deadline):
-                if row.slot is None:
-                    self._waiting.remove(row)
-                self._fail(row, deadline_exceeded())
-
     def _admit(self) -> None:
-        """Give free slots to waiting requests, oldest first, copying the longest beginning some slot already holds.
+        """Give free slots to waiting requests, interactive ones and then the oldest first.
+
+        The longest beginning that some slot already holds is copied.
 
         A request whose beginning is being computed right now is passed over until it can be copied.
         """
@@ -218,6 +130,8 @@ class Engine:
         looks = self._runner.slots * _LOOKAHEAD_PER_SLOT
         while self._waiting and self._cache.free_count and looks:
             looks -= 1
+            if not self._waiting[0].request.is_interactive and self._bulk_rows() >= self.max_batch_size:
+                break  # what comes behind it is no interactive request either
             row = self._waiting.popleft()
             source, cached = self._cache.longest_prefix(row.prompt) if self._prefix_reuse else (None, 0)
             if cached < MIN_REUSED_TOKENS:
@@ -237,6 +151,9 @@ class Engine:
             row.slot, row.cached, row.admitted_at = slot, cached, time.monotonic()
             self._rows.append(row)
         self._waiting.extendleft(reversed(passed_over))
+
+    def _bulk_rows(self) -> int:
+        return sum(not row.request.is_interactive for row in self._rows)
 
     def _being_computed(self) -> list[TokenIds]:
         return [row.prompt for row in self._rows if not row.is_decoding]
@@ -297,38 +214,15 @@ class Engine:
             if not row.is_decoding:
                 row.first_token_at = now
             if token_id in self._stop_token_ids and not row.request.sampling.ignore_eos:
-                self._finish(row, FinishReason.STOP, now)
+                self._answer(row, row.token_ids, FinishReason.STOP, now)
                 continue
             row.token_ids.append(token_id)
             if logprobs is not None:
                 row.logprobs.append(logprobs)
             if row.request.on_token is not None and row.request.on_token(token_id):
-                self._finish(row, FinishReason.STOP, now)
+                self._answer(row, row.token_ids, FinishReason.STOP, now)
             elif len(row.token_ids) >= row.request.sampling.max_tokens or _slot(row).length >= self.context_length:
-                self._finish(row, FinishReason.LENGTH, now)
-
-    def _finish(self, row: _Row, reason: FinishReason, now: float) -> None:
-        self._release(row)
-        completion = Completion(
-            completion_token_ids=tuple(row.token_ids),
-            finish_reason=reason,
-            logprobs=tuple(row.logprobs) if row.request.sampling.logprobs is not None else None,
-            prompt_tokens=len(row.prompt),
-            cached_tokens=row.cached,
-            mean_batch_size=row.shared_rows / row.steps if row.steps else 1.0,
-            times=CompletionTimes(
-                wait_s=row.admitted_at - row.submitted_at,
-                prefill_s=row.first_token_at - row.admitted_at,
-                decode_s=now - row.first_token_at,
-            ),
-        )
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_result(completion)
-
-    def _fail(self, row: _Row, error: Exception) -> None:
-        self._release(row)
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_exception(error)
+                self._answer(row, row.token_ids, FinishReason.LENGTH, now)
 
     def _fail_run(self, rows: Sequence[_Row], error: Exception) -> None:
         """A model run failed: its rows end with a retryable error, and what their slots hold is not to be trusted."""

@@ -11,11 +11,9 @@ rows it has; only rows with something to do for themselves are visited one by on
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,24 +22,25 @@ import numpy.typing as npt
 import structlog
 
 from workers.engine.blocks import SCRATCH_BLOCK, BlockPool, Digest, TokenIds, blocks_for, chain_digests
+from workers.engine.loop import Row, StepLoop
 from workers.engine.request import (
-    Completion,
-    CompletionTimes,
-    EngineStatus,
     FinishReason,
     GenerationRequest,
     SamplingParameters,
     TokenLogprobs,
-    deadline_exceeded,
-    engine_closed,
     engine_failed,
-    prompt_too_long,
 )
-from workers.engine.scheduler import bucket_for
+from workers.engine.scheduler import (
+    Int32s,
+    bucket_for,
+    holds_admission,
+    plan_pieces,
+    prefers_prefill,
+    shared_prefix,
+)
 
 log = structlog.get_logger()
 
-Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
@@ -164,67 +163,20 @@ class PagedRunner(Protocol):
 
     def result(self, ticket: Any) -> StepResult: ...
 
-    def close(self) -> None: ...
+    def check(self) -> None:
+        """Raise PromptmillError `device_failed` if the device will run nothing any more."""
+        ...
+
+    def close(self) -> None:
+        """Give back what `start` took. Called also when that failed."""
+        ...
 
 
-def plan_pieces(remaining: Sequence[int], budget_tokens: int) -> list[int]:
-    """How many tokens of each row's prompt the next prefill computes: oldest first, until the budget is spent."""
-    pieces: list[int] = []
-    for tokens in remaining:
-        if budget_tokens <= 0:
-            break
-        pieces.append(min(tokens, budget_tokens))
-        budget_tokens -= pieces[-1]
-    return pieces
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Row(Row):
+    """context: the prompt, and after a preemption what was answered so far."""
 
-
-def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: int) -> bool:
-    """Whether the next step is a prefill. Prompts go first, since more rows make decode steps cheaper for each, but
-    decoding rows wait for no more than one burst of prompt tokens."""
-    return can_prefill and (not can_decode or burst_left_tokens > 0)
-
-
-def shared_prefix(
-    tables: Int32s, lengths: Int32s, block_size: int, prefix_tokens: Sequence[int], min_rows: int
-) -> tuple[npt.NDArray[np.bool_], int]:
-    """The most rows that share the longest prefix worth reading once for all of them.
-
-    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. A block has one content and stands in the
-    tables of those alone that share all before it, so rows with equal k-th blocks have k equal ones.
-    Returns which rows, and how many blocks they share: 0 if too few rows share enough.
-    """
-    longest = tables.shape[1] * block_size
-    for tokens in sorted(prefix_tokens, reverse=True):
-        blocks = tokens // block_size
-        # The step needs room for two positions: the row's next token and one that merges the prefix.
-        is_able = (lengths >= tokens) & (lengths + 2 <= longest)
-        if np.count_nonzero(is_able) < min_rows:
-            continue
-        ends, counts = np.unique(tables[is_able, blocks - 1], return_counts=True)
-        if counts.max() >= min_rows:
-            return is_able & (tables[:, blocks - 1] == ends[counts.argmax()]), blocks
-    return np.zeros(len(lengths), dtype=bool), 0
-
-
-def holds_admission(
-    *, decoding: int, admissible: int, waiting: int, admissible_tokens: int, wanted_tokens: int
-) -> bool:
-    """Whether to let room gather before prompts are admitted: only where the room cannot take all that wait.
-
-    A prefill of a few hundred tokens runs at half the speed of one of thousands (measured on an H200).
-    """
-    return decoding > 0 and admissible < waiting and admissible_tokens < wanted_tokens
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A request on its way through the engine. context: the prompt, and after a preemption what was answered so far."""
-
-    request: GenerationRequest
-    prompt_tokens: int
     context: TokenIds
-    future: Future[Completion]
-    submitted_at: float
     max_new: int
     digests: list[Digest]
     place: int = -1
@@ -232,15 +184,9 @@ class _Row:
     computed: int = 0
     registered: int = 0
     sequence: int = 0
-    cached: int | None = None
     is_retired: bool = False
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
     answered: list[int] = field(default_factory=list)  # before the last preemption
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
-    steps: int = 0
-    shared_rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +300,7 @@ class _Places:
         return drawn
 
 
-class PagedEngine:
+class PagedEngine(StepLoop[_Row]):
     """Continuous batching over a runner's paged KV cache; the same face as `Engine`.
 
     stop_token_ids: end a request unless it ignores them. prefill_budget_tokens: prompt tokens in one step.
@@ -374,9 +320,9 @@ class PagedEngine:
         prefix_reuse: bool = True,
         report: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        self.max_batch_size = runner.max_rows
-        self.context_length = runner.context_length
+        super().__init__(max_batch_size=runner.max_rows, context_length=runner.context_length)
         self._runner = runner
+        self._report = report
         self._prefill_budget_tokens = prefill_budget_tokens
         self._prefill_burst_tokens = prefill_burst_tokens
         self._prefill_wanted_tokens = min(prefill_wanted_tokens, prefill_budget_tokens)
@@ -384,9 +330,7 @@ class PagedEngine:
         self._stop_token_ids = [token for token in stop_token_ids if token < runner.vocab_size]
         self._is_stop = np.zeros(runner.vocab_size, dtype=bool)
         self._is_stop[self._stop_token_ids] = True
-        self._inbox: deque[_Row] = deque()  # guarded by _wake
-        self._waiting: deque[_Row] = deque()  # this and all below: owned by the engine's thread
-        self._prefilling: list[_Row] = []
+        self._prefilling: list[_Row] = []  # this and all below: owned by the engine's thread
         self._computing: dict[Digest, int] = {}  # contents that an admitted row is about to compute
         self._flight: deque[_Step] = deque()  # launched and not read, oldest first
         self._burst_left_tokens = prefill_burst_tokens
@@ -395,106 +339,43 @@ class PagedEngine:
         self._answer_share = 1.0  # of the new tokens allowed, those that answers took, a running mean
         self._next_sweep_at = 0.0
         self._running = 0
-        self._wake = threading.Condition()
-        self._closing = False
-        self._draining = False
-        self._steps = 0
         self._preemptions = 0
-        self._last_step_at = time.monotonic()
-        self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(report,), name="engine", daemon=True)
-        self._thread.start()
-        self._started.result()
+        self._start()
 
-    def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """Queue a request. The future gives a `Completion` or raises an EngineError; cancel it to give up.
-
-        Raises EngineError: `context_length_exceeded` if the prompt leaves no room for one token, `engine_closed`.
-        """
+    def _receive(self, request: GenerationRequest) -> _Row:
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        assert prompt.size > 0, "an empty prompt must be refused before the engine"
-        if prompt.size > self.context_length - 1:
-            raise prompt_too_long(prompt.size, self.context_length)
-        future: Future[Completion] = Future()
-        digests = chain_digests(prompt, self._runner.block_size) if self._prefix_reuse else []
-        max_new = min(request.sampling.max_tokens, self.context_length - prompt.size + 1)
-        row = _Row(request, prompt.size, prompt, future, time.monotonic(), max_new, digests)
-        with self._wake:
-            if self._closing or self._draining:
-                raise engine_closed()
-            self._inbox.append(row)
-            self._wake.notify()
-        return future
-
-    def status(self) -> EngineStatus:
-        return EngineStatus(
-            running=self._running,
-            waiting=len(self._waiting) + len(self._inbox),
-            steps=self._steps,
-            last_step_at=self._last_step_at,
-            is_alive=self._thread.is_alive(),
+        return _Row(
+            request=request,
+            prompt_tokens=prompt.size,
+            context=prompt,
+            max_new=min(request.sampling.max_tokens, self.context_length - prompt.size + 1),
+            digests=chain_digests(prompt, self._runner.block_size) if self._prefix_reuse else [],
         )
 
-    def close(self, *, drain: bool = False) -> None:
-        """Stop the thread. drain: answer what was submitted first; else those requests fail with `engine_closed`."""
-        with self._wake:
-            self._draining = True
-            self._closing = self._closing or not drain
-            self._wake.notify()
-        self._thread.join()
+    def _running_count(self) -> int:
+        return self._running
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
-    def _run(self, report: Callable[[str, int, int], None]) -> None:
-        """Start, loop to the end, then leave no request unanswered. An error is ours or the device's."""
-        try:
-            self._start(report)
-        except BaseException as failure:
-            with self._wake:
-                self._closing = True
-            self._runner.close()
-            self._started.set_exception(failure)
-            return
-        self._started.set_result(None)
-        error: Exception = engine_closed()
-        try:
-            self._loop()
-            self._read_all()
-        except Exception as mistake:
-            log.critical("engine_broken", exc_info=mistake)
-            error = engine_failed(mistake)
-        with self._wake:
-            self._closing = True
-            self._waiting.extend(self._inbox)
-            self._inbox.clear()
-        self._flight.clear()
-        self._places.in_flight[:] = 0
-        for row in [*self._admitted(), *self._waiting]:
-            self._fail(row, error)
-        self._waiting.clear()
-        self._pool.check_integrity()
-        self._runner.close()
-
-    def _start(self, report: Callable[[str, int, int], None]) -> None:
+    def _set_up(self) -> None:
         runner = self._runner
-        count = runner.start(report)
+        count = runner.start(self._report)
         self._pool = BlockPool(count, runner.block_size)
         self.context_length = min(runner.context_length, (count - 1) * runner.block_size)
         max_blocks = blocks_for(self.context_length, runner.block_size)
         self._places = _Places(runner.max_rows, self.context_length, max_blocks, runner.vocab_size)
 
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._running or self._waiting or self._draining):
-                    self._wake.wait()
-                    self._last_step_at = time.monotonic()
-                self._waiting.extend(self._inbox)
-                self._inbox.clear()
-                if self._closing or (self._draining and not self._running and not self._waiting):
-                    return
-            self._turn()
-            self._last_step_at = time.monotonic()
+    def _settle(self) -> None:
+        self._read_all()
+
+    def _fail_all(self, error: Exception) -> None:
+        self._flight.clear()
+        self._places.in_flight[:] = 0
+        super()._fail_all(error)
+        self._pool.check_integrity()
+
+    def _tear_down(self) -> None:
+        self._runner.close()
 
     def _turn(self) -> None:
         """Launch the next step, and read the oldest once enough are in flight or nothing can be launched."""
@@ -523,16 +404,10 @@ class PagedEngine:
         return True
 
     def _drop_given_up(self) -> None:
-        """End the rows whose future was cancelled or whose deadline has passed, admitted or not."""
         now = time.monotonic()
         if now < self._next_sweep_at:
             return
-        for row in [*self._admitted(), *self._waiting]:
-            deadline = row.request.deadline
-            if row.future.cancelled() or (deadline is not None and now > deadline):
-                if row.place < 0:
-                    self._waiting.remove(row)
-                self._fail(row, deadline_exceeded())
+        super()._drop_given_up()
         after = time.monotonic()
         self._next_sweep_at = after + max(_SWEEP_S, (after - now) / _SWEEP_SHARE)
 
@@ -561,7 +436,7 @@ class PagedEngine:
             if not self._fits(row, shared):
                 self._waiting.appendleft(row)
                 break
-            self._settle(row, shared)
+            self._seat(row, shared)
         self._waiting.extendleft(reversed(passed_over))
 
     def _waits_for_room(self) -> bool:
@@ -603,7 +478,7 @@ class PagedEngine:
             return blocks_for(len(row.context), self._pool.block_size) - len(shared) <= room
         return self._expected_blocks(row) - len(shared) <= room - self._growth()
 
-    def _settle(self, row: _Row, shared: list[int]) -> None:
+    def _seat(self, row: _Row, shared: list[int]) -> None:
         self._pool.share(shared)
         taken = self._pool.take(blocks_for(len(row.context), self._pool.block_size) - len(shared))
         assert taken is not None
@@ -782,7 +657,7 @@ class PagedEngine:
         self._stop_computing(row)
         row.answered = self._places.answer(row)
         row.context = np.concatenate([row.context[: row.prompt_tokens], np.array(row.answered, dtype=np.int32)])
-        self._release(row)
+        self._vacate(row)
         row.blocks = []
         row.digests = chain_digests(row.context, self._pool.block_size, row.digests) if self._prefix_reuse else []
         self._waiting.appendleft(row)
@@ -828,7 +703,7 @@ class PagedEngine:
             self._take_tokens(at, result, now)
         for place in retired:
             if not places.in_flight[place]:
-                self._release(places.row(int(place)))
+                self._vacate(places.row(int(place)))
 
     def _take_tokens(self, at: Int64s, result: StepResult, now: float) -> None:
         """Write down each live row's token, and visit the rows that end or asked to be told."""
@@ -855,42 +730,23 @@ class PagedEngine:
                 self._finish(row, FinishReason.LENGTH, now)
 
     def _finish(self, row: _Row, reason: FinishReason, now: float) -> None:
-        places, sampling = self._places, row.request.sampling
-        answer = places.answer(row)
-        steps = row.steps + int(places.steps[row.place])
-        shared_rows = row.shared_rows + int(places.shared_rows[row.place])
-        if not sampling.ignore_eos:
+        answer = self._places.answer(row)
+        if not row.request.sampling.ignore_eos:
             self._answer_share += _ANSWER_WEIGHT * (len(answer) / row.max_new - self._answer_share)
-        completion = Completion(
-            completion_token_ids=tuple(answer),
-            finish_reason=reason,
-            logprobs=tuple(row.logprobs) if sampling.logprobs is not None else None,
-            prompt_tokens=row.prompt_tokens,
-            cached_tokens=row.cached or 0,
-            mean_batch_size=shared_rows / steps if steps else 1.0,
-            times=CompletionTimes(
-                wait_s=row.admitted_at - row.submitted_at,
-                prefill_s=row.first_token_at - row.admitted_at,
-                decode_s=now - row.first_token_at,
-            ),
-        )
-        self._retire(row)
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_result(completion)
-
-    def _fail(self, row: _Row, error: Exception) -> None:
-        self._retire(row)
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_exception(error)
+        # Its place will add these again when it is left; by then the answer is written.
+        row.steps += int(self._places.steps[row.place])
+        row.shared_rows += int(self._places.shared_rows[row.place])
+        self._answer(row, answer, reason, now)
 
     def _fail_run(self, rows: Sequence[_Row], error: Exception) -> None:
         """A launch failed: its rows end with a retryable error."""
+        self._runner.check()  # if nothing can be run any more, the engine ends, and these rows with it
         log.error("model_run_failed", rows=len(rows), exc_info=error)
         for row in rows:
             if not row.is_retired:
                 self._fail(row, engine_failed(error))
 
-    def _retire(self, row: _Row) -> None:
+    def _release(self, row: _Row) -> None:
         """Take no more tokens for a row; its place and blocks go when no step in flight touches them."""
         if row.place < 0:
             return
@@ -898,7 +754,7 @@ class PagedEngine:
         self._places.is_live[row.place] = self._places.is_ready[row.place] = False
         self._stop_computing(row)
         if not self._places.in_flight[row.place]:
-            self._release(row)
+            self._vacate(row)
 
     def _stop_computing(self, row: _Row) -> None:
         """Take a row out of prefill, and let those that waited for its blocks compute them themselves."""
@@ -908,7 +764,7 @@ class PagedEngine:
             self._withdraw(digest)
         row.registered = len(row.digests)
 
-    def _release(self, row: _Row) -> None:
+    def _vacate(self, row: _Row) -> None:
         """Give back a row's place and blocks. What its full blocks hold stays known until they are wanted."""
         places, pool = self._places, self._pool
         if self._prefix_reuse and row.computed >= len(row.context):

@@ -48,13 +48,14 @@ class GenerationRequest:
 
     deadline: monotonic seconds after which the request fails with `deadline_exceeded`. on_token: called in the engine's
     thread with each new token id (never a stop token); returning True ends the request with FinishReason.STOP. It must
-    be quick and must not raise.
+    be quick and must not raise. is_interactive: somebody waits for it, so it goes before those for whom nobody does.
     """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParameters
     deadline: float | None = None
     on_token: Callable[[int], bool] | None = None
+    is_interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,10 @@ class AnyEngine(Protocol):
     def status(self) -> EngineStatus: ...
 
     def close(self, *, drain: bool = False) -> None: ...
+
+
+# The code of a failure after which the device answers nobody any more.
+DEVICE_FAILED = "device_failed"
 
 
 class EngineError(PromptmillError):

@@ -1,21 +1,41 @@
 """Which requests run together, in which shape: pure functions over plain values.
 
-One turn of the engine is: admit waiting requests to free slots, prefill up to a budget of prompt tokens, decode one
-token for every row that has its prompt computed. The budget is what keeps decoding rows from starving behind prompts.
+One turn of the engine on a CPU is: admit waiting requests to free slots, prefill up to a budget of prompt tokens,
+decode one token for every row that has its prompt computed. The budget is what keeps decoding rows from starving behind
+prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from workers.engine.kv_cache import TokenIds, common_prefix
+from workers.engine.request import GenerationRequest
+
+Int32s = npt.NDArray[np.int32]
 
 # A shared beginning shorter than this is cheaper to compute with its neighbours in one call than to copy, because
 # a prompt that starts from copied rows must be run alone (GroupQueryAttention takes a past only for single rows).
 MIN_REUSED_TOKENS = 32
 # Rows of different length share a prefill call as long as the padding adds no more than this to the tokens computed.
 MAX_PADDING_RATIO = 1.1
+
+
+class WaitingRow(Protocol):
+    """A request in an engine's waiting line."""
+
+    @property
+    def request(self) -> GenerationRequest: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=WaitingRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +125,22 @@ def _grow_group(seed: PrefillRow, by_slot: dict[int, PrefillRow], planned: set[i
     return sorted(group, key=lambda member: member.slot)
 
 
+def interactive_slots(max_batch_size: int) -> int:
+    """Slots beyond the batch's that only interactive requests may take, so that these need not wait for a bulk row's
+    end: one in sixteen costs that much more KV cache and, as long as none comes, no time."""
+    return max(1, max_batch_size // 16)
+
+
+def line_up(waiting: deque[AnyRow], arrived: Iterable[AnyRow]) -> None:
+    """Put arrived rows into the waiting line: interactive ones before all others, else in the order of arrival."""
+    for row in arrived:
+        if not row.request.is_interactive:
+            waiting.append(row)
+            continue
+        ahead = sum(1 for _ in takewhile(lambda other: other.request.is_interactive, waiting))
+        waiting.insert(ahead, row)
+
+
 def waits_for_prefix(prompt: TokenIds, cached: int, being_computed: Sequence[TokenIds]) -> bool:
     """Whether a prompt had better wait for one that is being computed right now, and then copy its beginning.
 
@@ -124,3 +160,55 @@ def plan_moves(occupied: Sequence[int], buckets: Sequence[int]) -> list[tuple[in
     taken = set(rows)
     holes = (slot for slot in range(bound) if slot not in taken)
     return [(row, next(holes)) for row in reversed(rows) if row >= bound]
+
+
+# --- the paged engine -----------------------------------------------------------------------------------------------
+
+
+def plan_pieces(remaining: Sequence[int], budget_tokens: int) -> list[int]:
+    """How many tokens of each row's prompt the next prefill computes: oldest first, until the budget is spent."""
+    pieces: list[int] = []
+    for tokens in remaining:
+        if budget_tokens <= 0:
+            break
+        pieces.append(min(tokens, budget_tokens))
+        budget_tokens -= pieces[-1]
+    return pieces
+
+
+def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: int) -> bool:
+    """Whether the next step is a prefill. Prompts go first, since more rows make decode steps cheaper for each, but
+    decoding rows wait for no more than one burst of prompt tokens."""
+    return can_prefill and (not can_decode or burst_left_tokens > 0)
+
+
+def shared_prefix(
+    tables: Int32s, lengths: Int32s, block_size: int, prefix_tokens: Sequence[int], min_rows: int
+) -> tuple[npt.NDArray[np.bool_], int]:
+    """The most rows that share the longest prefix worth reading once for all of them.
+
+    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. A block has one content and stands in the
+    tables of those alone that share all before it, so rows with equal k-th blocks have k equal ones.
+    Returns which rows, and how many blocks they share: 0 if too few rows share enough.
+    """
+    longest = tables.shape[1] * block_size
+    for tokens in sorted(prefix_tokens, reverse=True):
+        blocks = tokens // block_size
+        # The step needs room for two positions: the row's next token and one that merges the prefix.
+        is_able = (lengths >= tokens) & (lengths + 2 <= longest)
+        if np.count_nonzero(is_able) < min_rows:
+            continue
+        ends, counts = np.unique(tables[is_able, blocks - 1], return_counts=True)
+        if counts.max() >= min_rows:
+            return is_able & (tables[:, blocks - 1] == ends[counts.argmax()]), blocks
+    return np.zeros(len(lengths), dtype=bool), 0
+
+
+def holds_admission(
+    *, decoding: int, admissible: int, waiting: int, admissible_tokens: int, wanted_tokens: int
+) -> bool:
+    """Whether to let room gather before prompts are admitted: only where the room cannot take all that wait.
+
+    A prefill of a few hundred tokens runs at half the speed of one of thousands (measured on an H200).
+    """
+    return decoding > 0 and admissible < waiting and admissible_tokens < wanted_tokens

@@ -32,26 +32,22 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from workers.models.description import ModelDescription
+from workers.models.description import CudaType, ModelDescription
 from workers.models.errors import ArtifactError, UnsupportedModel
 from workers.models.graph import (
     IR_VERSION,
     MICROSOFT,
     OPSET,
     GraphWriter,
-    _feed_forward,
-    _head,
-    _normalize,
-    _project,
+    feed_forward,
+    normalize,
+    project,
+    project_to_vocabulary,
 )
 from workers.models.weights import bfloat16_to_float32, float32_to_bfloat16
 
-CudaType = Literal["float16", "bfloat16"]
 Value = tuple[str, int, Sequence[Any]]  # name, element type, shape
 ONNX_TYPES: dict[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-
-# Pages that FlashAttention reads directly; smaller ones are silently gathered first (measured: half the speed).
-_MIN_BLOCK_SIZES = ((64, 256), (128, 128), (256, 64))
 
 # Candidates of a truncated distribution. A nucleus that holds more tokens than this is cut to the likeliest ones.
 MAX_CANDIDATES = 256
@@ -77,16 +73,6 @@ class CudaGraphWriter(GraphWriter):
 
     def float32_weight(self, name: str) -> str:
         return self.weight(name)
-
-
-def block_size_for(description: ModelDescription) -> int:
-    """Positions in a block. Raises UnsupportedModel where the attention kernels take no such head."""
-    for head_dim, block_size in _MIN_BLOCK_SIZES:
-        if description.cache_head_dim <= head_dim:
-            return block_size
-    raise UnsupportedModel(
-        f"head_dim {description.head_dim} exceeds 256, the largest that paged attention takes; use the CPU engine"
-    )
 
 
 def weight_shapes(description: ModelDescription, context_length: int) -> dict[str, tuple[int, ...]]:
@@ -191,16 +177,16 @@ def build_decoder_graph(
     update = ""
     for layer in range(description.num_layers):
         at = f"layers.{layer}"
-        normed, residual = _normalize(graph, residual, update, f"{at}.attention_norm")
+        normed, residual = normalize(graph, residual, update, f"{at}.attention_norm")
         attended = _attend_in(graph, normed, layer, kind)
-        update = _project(graph, attended, f"{at}.attention.output")
-        normed, residual = _normalize(graph, residual, update, f"{at}.mlp_norm")
-        update = _feed_forward(graph, normed, at) if kind is Decoder.STEP else _gate(graph, normed, at)
+        update = project(graph, attended, f"{at}.attention.output")
+        normed, residual = normalize(graph, residual, update, f"{at}.mlp_norm")
+        update = feed_forward(graph, normed, at) if kind is Decoder.STEP else _gate(graph, normed, at)
     # Only rows whose logits are asked for go through the last norm and the head.
     hidden = graph.node("Gather", [residual, "logits_indices"], ["hidden.selected"], axis=0)
     update = graph.node("Gather", [update, "logits_indices"], ["update.selected"], axis=0)
-    normed, _ = _normalize(graph, hidden, update, "norm")
-    logits = _head(graph, normed)
+    normed, _ = normalize(graph, hidden, update, "norm")
+    logits = project_to_vocabulary(graph, normed)
     comparable = logits
     if dtype == "bfloat16":  # ArgMax has no bfloat16 kernel
         comparable = graph.node("Cast", [logits], ["logits.float32"], to=TensorProto.FLOAT)
@@ -328,11 +314,11 @@ def _attend_in(graph: GraphWriter, normed: str, layer: int, kind: Decoder) -> st
     """Attention of one layer: [T, hidden_size] → [T, query_size]."""
     at = f"layers.{layer}.attention"
     if kind is Decoder.STEP:
-        qkv = _project(graph, normed, f"{at}.qkv")
+        qkv = project(graph, normed, f"{at}.qkv")
         return _attend_paged(graph, [qkv, "", ""], layer, at, do_rotary=1)
-    query = _rotate(graph, _project(graph, normed, f"{at}.q"), graph.description.query_size)
-    key = _rotate(graph, _project(graph, normed, f"{at}.k"), graph.description.kv_size)
-    value = _project(graph, normed, f"{at}.v")
+    query = _rotate(graph, project(graph, normed, f"{at}.q"), graph.description.query_size)
+    key = _rotate(graph, project(graph, normed, f"{at}.k"), graph.description.kv_size)
+    value = project(graph, normed, f"{at}.v")
     if kind is Decoder.PROMPT:
         return _attend_paged(graph, [query, key, value], layer, at, do_rotary=0)
     return _attend_prefix(graph, query, key, value, layer)
@@ -379,8 +365,8 @@ def _gate(graph: GraphWriter, normed: str, at: str) -> str:
     The whole row is one group: smaller ones are slower (H200, 8192 x 11008: 0.36 ms; halves 0.44, 128s 0.59; QuickGelu
     and Mul 0.38).
     """
-    gate = _project(graph, normed, f"{at}.mlp.gate")
-    up = _project(graph, normed, f"{at}.mlp.up")
+    gate = project(graph, normed, f"{at}.mlp.gate")
+    up = project(graph, normed, f"{at}.mlp.up")
     scale = _scales(graph, "mlp.scale", graph.description.intermediate_size, math.sqrt(_DWARFING))
     gated = graph.node(
         "GatedRMSNorm",
@@ -390,7 +376,7 @@ def _gate(graph: GraphWriter, normed: str, at: str) -> str:
         activation="silu",
         epsilon=_DWARFING,
     )
-    return _project(graph, gated, f"{at}.mlp.down")
+    return project(graph, gated, f"{at}.mlp.down")
 
 
 def _rotate(graph: GraphWriter, values: str, size: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from workers.models.errors import UnreadableCheckpoint, UnsupportedModel
 
 DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+CudaType = Literal["float16", "bfloat16"]  # of weights, activations and cache on a GPU
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 
 # GroupQueryAttention with rotary positions takes heads of whole sixteens.

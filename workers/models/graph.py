@@ -102,16 +102,16 @@ def build_cpu_graph(
     update = ""  # what the layer before adds to the residual
     for layer in range(description.num_layers):
         at = f"layers.{layer}"
-        normed, residual = _normalize(graph, residual, update, f"{at}.attention_norm")
-        qkv = _project(graph, normed, f"{at}.attention.qkv")
+        normed, residual = normalize(graph, residual, update, f"{at}.attention_norm")
+        qkv = project(graph, normed, f"{at}.attention.qkv")
         attended = _attend(graph, qkv, layer)
-        update = _project(graph, attended, f"{at}.attention.output")
-        normed, residual = _normalize(graph, residual, update, f"{at}.mlp_norm")
-        update = _feed_forward(graph, normed, at)
+        update = project(graph, attended, f"{at}.attention.output")
+        normed, residual = normalize(graph, residual, update, f"{at}.mlp_norm")
+        update = feed_forward(graph, normed, at)
     hidden = _select_rows(graph, residual, "logits_indices")
     update = _select_rows(graph, update, "logits_indices")
-    normed, _ = _normalize(graph, hidden, update, "norm")
-    _head(graph, normed)
+    normed, _ = normalize(graph, hidden, update, "norm")
+    project_to_vocabulary(graph, normed)
     return _model(graph)
 
 
@@ -160,7 +160,7 @@ def _embed(graph: GraphWriter, token_ids: str) -> str:
     return graph.node("Slice", [rows, *ends, graph.constant("embedding.axis", [-1])], ["embedding"])
 
 
-def _normalize(graph: GraphWriter, residual: str, update: str, name: str) -> tuple[str, str]:
+def normalize(graph: GraphWriter, residual: str, update: str, name: str) -> tuple[str, str]:
     """Add the update to the residual and normalize; returns both. The first layer has no update yet."""
     gain = graph.float32_weight(f"{name}.weight")
     epsilon = graph.description.rms_norm_epsilon
@@ -173,7 +173,7 @@ def _normalize(graph: GraphWriter, residual: str, update: str, name: str) -> tup
     return name, f"{name}.residual"
 
 
-def _project(graph: GraphWriter, values: str, name: str, output: str = "") -> str:
+def project(graph: GraphWriter, values: str, name: str, output: str = "") -> str:
     """Multiply [..., in] by a weight stored as [out, in]."""
     weight = f"{name}.weight"
     quantization = quantization_of(weight, graph.dtype)
@@ -258,13 +258,13 @@ def _attend(graph: GraphWriter, qkv: str, layer: int) -> str:
     )
 
 
-def _feed_forward(graph: GraphWriter, values: str, at: str) -> str:
-    gate = _project(graph, values, f"{at}.mlp.gate")
-    up = _project(graph, values, f"{at}.mlp.up")
+def feed_forward(graph: GraphWriter, values: str, at: str) -> str:
+    gate = project(graph, values, f"{at}.mlp.gate")
+    up = project(graph, values, f"{at}.mlp.up")
     # QuickGelu with alpha 1 is SiLU, x * sigmoid(x), in one operator.
     activated = graph.node("QuickGelu", [gate], [f"{at}.mlp.activated"], domain=MICROSOFT, alpha=1.0)
     gated = graph.node("Mul", [activated, up], [f"{at}.mlp.gated"])
-    return _project(graph, gated, f"{at}.mlp.down")
+    return project(graph, gated, f"{at}.mlp.down")
 
 
 def _select_rows(graph: GraphWriter, values: str, indices: str) -> str:
@@ -274,9 +274,9 @@ def _select_rows(graph: GraphWriter, values: str, indices: str) -> str:
     return graph.node("Gather", [flat, indices], [f"{values}.selected"], axis=0)
 
 
-def _head(graph: GraphWriter, values: str) -> str:
+def project_to_vocabulary(graph: GraphWriter, values: str) -> str:
     if "head.weight" in graph.weights:
-        return _project(graph, values, "head", output="logits")
+        return project(graph, values, "head", output="logits")
     return graph.node(
         "FusedMatMul", [values, graph.float32_weight("embedding.weight")], ["logits"], domain=MICROSOFT, transB=1
     )

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from storage.errors import PromptmillError
 from tests.workers.engine.fake_runner import VOCAB_SIZE, next_token
 from workers.engine.paged_engine import PagedDecode, PagedPrefill, SamplingArrays, StepResult
+from workers.engine.request import DEVICE_FAILED
 
 VIRTUAL = 1000  # what merges a shared prefix takes a position; no token has this id
 
@@ -60,6 +62,7 @@ class FakePagedRunner:
         self.most_in_flight = 0
         self.fail_on_token: int | None = None
         self.fails_to_start = False
+        self.is_lost = False
         self.is_closed = False
         self.gate = threading.Event()
         self.gate.set()
@@ -140,6 +143,10 @@ class FakePagedRunner:
         self._run_until(ticket)
         assert ticket.answer is not None
         return ticket.answer
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise PromptmillError("the device is gone", code=DEVICE_FAILED, retryable=True)
 
     def close(self) -> None:
         self.is_closed = True

@@ -48,7 +48,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def open_small(artifact: Artifact, rows: int, **options: object) -> Engine:
     values = {"max_batch_size": rows, "context_length": 256, "threads": 1, "allow_spinning": False, **options}
-    return open_engine(artifact, EngineSettings(**values))
+    return open_engine(artifact, EngineSettings(**values), "cpu")
 
 
 def ask(engine: Engine, prompt: Sequence[int], max_tokens: int, **options: object) -> Future[Completion]:

@@ -25,13 +25,13 @@ import pytest
 
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
 from workers.engine import cuda
+from workers.engine.blocks import block_size_for
 from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths, upload_weights
 from workers.engine.paged_engine import PagedEngine
 from workers.engine.request import Completion, GenerationRequest, SamplingParameters
 from workers.engine.sampling import RowSampler
 from workers.models.checkpoint import open_checkpoint
 from workers.models.cuda_graph import (
-    block_size_for,
     build_decoder_graph,
     build_sampler_graph,
     stored_weights,
@@ -80,6 +80,7 @@ class PretendedCuda:
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
         self.memory: dict[int, Any] = {}
+        self.objects: list[object] = []
 
     def cudaMalloc(self, count: int) -> tuple[Error, int]:  # noqa: N802
         if count > 1 << 30:
@@ -112,10 +113,10 @@ class PretendedCuda:
         return Error.cudaSuccess, self.free_bytes, 2 * self.free_bytes
 
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Error, int]:  # noqa: N802
-        return Error.cudaSuccess, 77
+        return self.create(77)
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[Error, object]:  # noqa: N802
-        return Error.cudaSuccess, object()
+        return self.create(object())
 
     def cudaEventQuery(self, event: object) -> tuple[Error]:  # noqa: N802
         return (Error.cudaSuccess,)
@@ -124,6 +125,16 @@ class PretendedCuda:
         return (Error.cudaSuccess,)
 
     cudaEventSynchronize = cudaStreamSynchronize = cudaEventQuery  # noqa: N815
+
+    def cudaEventDestroy(self, event: object) -> tuple[Error]:  # noqa: N802
+        self.objects.remove(event)
+        return (Error.cudaSuccess,)
+
+    cudaStreamDestroy = cudaEventDestroy  # noqa: N815
+
+    def create(self, thing: object) -> tuple[Error, object]:
+        self.objects.append(thing)
+        return Error.cudaSuccess, thing
 
     def cudaDeviceSynchronize(self) -> tuple[Error]:  # noqa: N802
         return (Error.cudaSuccess,)
@@ -286,6 +297,7 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
         assert list(future.result(60).completion_token_ids) == continuation(prompt, 1 + index, frozenset([3]))[0]
     engine.close()
     assert not device.memory, "device or pinned memory was not given back"
+    assert not device.objects, "a stream or an event was not given back"
 
 
 def test_sampled_rows_take_the_token_that_the_sampler_drew(device: PretendedCuda) -> None:

@@ -15,8 +15,9 @@ from storage.errors import PromptmillError
 from tests.conftest import wait_until
 from tests.workers.engine.fake_paged_runner import FakePagedRunner
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
-from workers.engine.paged_engine import PagedEngine, holds_admission, plan_pieces, prefers_prefill, shared_prefix
+from workers.engine.paged_engine import PagedEngine
 from workers.engine.request import FinishReason, GenerationRequest, SamplingParameters
+from workers.engine.scheduler import holds_admission, plan_pieces, prefers_prefill, shared_prefix
 
 STOP = 3
 
@@ -391,6 +392,21 @@ def test_a_broken_engine_answers_what_it_holds_and_takes_no_more() -> None:
     assert not engine.status().is_alive
     with pytest.raises(PromptmillError, match="closing"):
         engine.submit(ask([1]))
+
+
+def test_a_device_that_fails_for_good_ends_the_engine_rather_than_one_request_after_another() -> None:
+    """Nobody is told that their prompt failed: whoever runs the engine gives the work to another."""
+    runner = FakePagedRunner(20, 4, 2, 40)
+    engine = make_engine(runner)
+    runner.fail_on_token = 96
+    runner.is_lost = True
+    with pytest.raises(PromptmillError) as caught:
+        engine.submit(ask([96] * 10, 5)).result(60)
+    assert caught.value.code == "device_failed"
+    wait_until(lambda: not engine.status().is_alive, what="the engine's end")
+    with pytest.raises(PromptmillError, match="closing"):
+        engine.submit(ask([1]))
+    engine.close()
 
 
 def test_times_and_batch_mates_are_reported() -> None:

@@ -1,0 +1,77 @@
+"""What is to be expected of a batch: how long it will take yet, and how many tokens. Estimates, from the last minute.
+
+Policy over plain values; the reads behind are short, whatever the size of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storage import queries
+from storage.database import Connection
+from storage.models import BatchStatus
+from storage.queries import BatchRow
+
+# A rate is taken over results of the last so many seconds.
+WINDOW_S = 60.0
+# Fewer results say nothing about a rate.
+LEAST_RESULTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast results come."""
+
+    requests_per_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """remaining_s: until the last line is answered. total_tokens: of the whole batch. None: nothing is known yet."""
+
+    requests_per_s: float | None
+    remaining_s: float | None
+    completes_at: float | None
+    total_tokens: int | None
+
+
+def model_rate(connection: Connection, model: str, now: float) -> Rate | None:
+    """How fast a model's requests, of all batches, were answered within the last minute."""
+    return _rate(queries.recent_work(connection, since=now - WINDOW_S, model=model), now)
+
+
+def forecast(connection: Connection, batch: BatchRow, now: float) -> Forecast | None:
+    """What to expect of an unfinished batch; None for one that has ended."""
+    if batch.is_final:
+        return None
+    rate = None
+    if batch.status is BatchStatus.IN_PROGRESS and batch.paused_at is None:
+        rate = _rate(queries.recent_work(connection, since=now - WINDOW_S, batch_id=batch.id), now)
+    remaining_s = None if rate is None else batch.remaining_requests / rate.requests_per_s
+    return Forecast(
+        requests_per_s=None if rate is None else rate.requests_per_s,
+        remaining_s=remaining_s,
+        completes_at=None if remaining_s is None else now + remaining_s,
+        total_tokens=expected_tokens(batch),
+    )
+
+
+def expected_tokens(batch: BatchRow) -> int | None:
+    """Tokens of all a batch's lines, prompts and answers, going by those that have been answered; None before that."""
+    if not batch.completed_requests:
+        return None
+    each = (batch.prompt_tokens + batch.completion_tokens) / batch.completed_requests
+    return round(each * (batch.total_requests - batch.failed_requests))
+
+
+def shortest_s(batch: BatchRow, rate: Rate) -> float:
+    """How long a batch takes if its model's workers do nothing else."""
+    return batch.remaining_requests / rate.requests_per_s
+
+
+def _rate(work: queries.RecentWork, now: float) -> Rate | None:
+    if work.requests < LEAST_RESULTS or work.first_at is None:
+        return None
+    seconds = max(now - work.first_at, 0.001)
+    return Rate(work.requests / seconds, work.tokens / seconds)

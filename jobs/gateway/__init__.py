@@ -1,0 +1,1 @@
+"""The HTTP door: routes, thin: parse, call, render. Needs no accelerator."""

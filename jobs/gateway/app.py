@@ -1,0 +1,94 @@
+"""The gateway's application: what it opens, what it holds, and which routes it has.
+
+Everything a call needs hangs on `app.state.gateway`; nothing is kept between calls that is not in the database, so any
+number of gateways may run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+
+from jobs.gateway.edge import Edge
+from jobs.gateway.errors import add_error_handlers
+from jobs.gateway.identity import check_binding
+from jobs.gateway.metrics import CallMetrics
+from jobs.gateway.openapi import describe_api
+from jobs.gateway.replies import Replies
+from jobs.gateway.standing import Standing
+from jobs.gateway.state import Gateway
+from jobs.keys import KeyRing
+from jobs.queue import make_app, redis_url
+from jobs.queue_server import open_queue_server
+from jobs.quotas import RequestRate, TenantBook
+from jobs.settings import Settings
+from jobs.up import with_queue_url
+from jobs.validation import Validator
+from storage.database import open_database, upgrade_schema
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application. It opens the database and the queue when it starts, and closes them when it stops."""
+    is_open = check_binding(settings.gateway.host, open_on_loopback=settings.gateway.open_on_loopback)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            database = stack.enter_context(open_database(settings.database.url))
+            await run_in_threadpool(upgrade_schema, database)
+            server = await run_in_threadpool(open_queue_server, settings)
+            stack.callback(server.stop)
+            served = with_queue_url(settings, server.url)
+            celery = make_app(served.queue)
+            stack.callback(celery.close)
+            served.files_dir.mkdir(parents=True, exist_ok=True)
+            app.state.gateway = Gateway(served, database, celery, served.files_dir)
+            app.state.keys = KeyRing(database)
+            app.state.is_open = is_open
+            app.state.tenants = TenantBook(database)
+            app.state.rate = RequestRate(redis_url(served.queue.url))
+            stack.push_async_callback(app.state.rate.close)
+            app.state.standing = Standing(database, served.artifacts_dir)
+            app.state.replies = await stack.enter_async_context(Replies(database, celery, redis_url(served.queue.url)))
+            app.state.validator = stack.enter_context(Validator(database, served))
+            yield
+
+    app = FastAPI(
+        title="promptmill",
+        version=version("promptmill"),
+        summary="An OpenAI-compatible gateway to prompts run in bulk.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    calls = CallMetrics()
+    app.state.calls = calls
+    app.add_middleware(
+        Edge,
+        max_body_bytes=settings.gateway.max_body_bytes,
+        max_upload_bytes=settings.gateway.max_upload_bytes,
+        receive_timeout_s=settings.gateway.receive_timeout_s,
+        observe=calls.observe,
+    )
+    add_error_handlers(app)
+    _add_routes(app)
+    describe_api(app)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    from jobs.gateway import batches, completions, extensions, files, health, metrics, models, usage, webhooks
+
+    app.include_router(health.router)
+    app.include_router(metrics.router)
+    app.include_router(files.router)
+    app.include_router(batches.router)
+    app.include_router(extensions.router)
+    app.include_router(webhooks.router)
+    app.include_router(usage.router)
+    app.include_router(completions.router)
+    app.include_router(models.router)

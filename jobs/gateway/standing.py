@@ -1,0 +1,84 @@
+"""How things stand, read at most twice a second however many calls come: models, their workers, their waiting lines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi.concurrency import run_in_threadpool
+
+from jobs.artifacts import ModelNotFound, find_artifact, known_artifacts
+from storage import queries
+from storage.database import Database
+from storage.models import WorkerStatus
+
+# A model that appears, or a line that grows, is noticed so soon.
+KNOWN_FOR_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStanding:
+    """digest: of the artifact that answers, if all workers run the same. created_at: since when it is known here."""
+
+    name: str
+    created_at: float
+    digest: str | None = None
+    workers: int = 0
+    starting: int = 0
+    waiting: int = 0
+    oldest_s: float = 0.0
+
+
+class Standing:
+    """One for each application."""
+
+    def __init__(self, database: Database, artifacts_dir: Path) -> None:
+        self._database = database
+        self._artifacts_dir = artifacts_dir
+        self._models: Mapping[str, ModelStanding] = {}
+        self._read_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def models(self) -> Mapping[str, ModelStanding]:
+        """By name: models that have workers, and those whose artifact lies in the home. Raises StorageError."""
+        if time.monotonic() - self._read_at > KNOWN_FOR_S:
+            async with self._lock:
+                if time.monotonic() - self._read_at > KNOWN_FOR_S:
+                    self._models = await run_in_threadpool(self._read)
+                    self._read_at = time.monotonic()
+        return self._models
+
+    def _read(self) -> Mapping[str, ModelStanding]:
+        now = self._database.now()
+        with self._database.read() as connection:
+            workers = queries.list_workers(connection, since=now - queries.WORKER_SEEN_S)
+            lines = queries.interactive_load(connection)
+        found: dict[str, ModelStanding] = {}
+        for path in known_artifacts(self._artifacts_dir):
+            try:
+                artifact = find_artifact(str(path), self._artifacts_dir)
+            except ModelNotFound:
+                continue  # damaged: the operator's business, and no model
+            created_at = (path / "manifest.json").stat().st_mtime
+            found[artifact.model] = ModelStanding(artifact.model, created_at, artifact.digest)
+        ready = Counter(row.model for row in workers if row.status is WorkerStatus.READY)
+        starting = Counter(row.model for row in workers if row.status is WorkerStatus.STARTING)
+        for model in sorted({*ready, *starting}):
+            mine = [row for row in workers if row.model == model]
+            digests = {row.artifact_digest for row in mine if row.status is WorkerStatus.READY}
+            known = found.get(model)
+            waiting, since = lines.get(model, (0, now))
+            found[model] = ModelStanding(
+                name=model,
+                created_at=known.created_at if known else min(row.started_at for row in mine),
+                digest=next(iter(digests)) if len(digests) == 1 else None,
+                workers=ready[model],
+                starting=starting[model],
+                waiting=waiting,
+                oldest_s=max(0.0, now - since),
+            )
+        return found

@@ -1,0 +1,179 @@
+"""Starts a promptmill process with faults planted in it: `python wrapped.py MODULE ARGUMENTS...`.
+
+Nothing in the product knows of this. What is to be planted stands in the environment as JSON (DRILL_FAULTS): a list of
+faults, each with a `kind` and with the `roles` it is for (`up`, `tick`, `submit`, `worker`, ...). Workers that `up`
+starts are wrapped as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "DRILL_FAULTS"
+FAULTS: dict[str, Callable[..., None]] = {}
+
+
+def fault(plant: Callable[..., None]) -> Callable[..., None]:
+    """A kind of fault, by its function's name; the other keys of its JSON object are the arguments."""
+    FAULTS[plant.__name__] = plant
+    return plant
+
+
+def main() -> None:
+    sys.path.pop(0)  # this file's folder: its neighbours must not hide modules of the same name
+    module, *arguments = sys.argv[1:]
+    wrap_workers()
+    for each in json.loads(os.environ.get(VARIABLE, "[]")):
+        given: dict[str, Any] = dict(each)
+        kind, roles = given.pop("kind"), given.pop("roles")
+        if arguments[0] in roles:
+            FAULTS[kind](**given)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def wrap_workers() -> None:
+    """Let the workers that this process starts be wrapped too."""
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+            if isinstance(args, list) and args[1:4] == ["-m", "workers", "worker"]:
+                args = [args[0], __file__, *args[2:]]
+            super().__init__(args, *more, **options)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+# --- death at a commit -------------------------------------------------------------------------------------------
+
+
+@fault
+def crash_at_commits(log: str, plan: list[list[Any]]) -> None:
+    """Die at commits, one death for each entry (point, nth, when), over as many lives of the process as that takes.
+
+    A commit point is a function that makes a write transaction, `module:function`. when: `before` the commit, with all
+    of the transaction's statements made, or `after` it. A life takes the first entry of the plan that no other has
+    taken. log: a folder; each commit point that was met is a file there, and each entry that was taken.
+    """
+    from storage.database import Database
+
+    folder = Path(log)
+    entry = next((number for number in range(len(plan)) if _take(folder / f"taken-{number}")), None)
+    point, nth, when = plan[entry] if entry is not None else (None, 0, "after")
+    met: Counter[str] = Counter()
+    lock = threading.Lock()
+    write = Database.write
+
+    def is_it(name: str, moment: str) -> bool:
+        if moment != when or name != point:
+            return False
+        with lock:
+            met[name] += 1
+            return met[name] == nth
+
+    @contextmanager
+    def write_and_die(database: Database, *, durable: bool = True) -> Iterator[Any]:
+        name = _caller()
+        with suppress(FileExistsError):
+            (folder / f"met-{name}").touch(exist_ok=False)
+        with write(database, durable=durable) as connection:
+            yield connection
+            if is_it(name, "before"):
+                _die(folder, entry)
+        if is_it(name, "after"):
+            _die(folder, entry)
+
+    Database.write = write_and_die  # type: ignore[method-assign]
+
+
+def _die(folder: Path, entry: int | None) -> None:
+    (folder / f"died-{entry}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # the signal is on its way: nothing more must happen
+
+
+def _take(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _caller() -> str:
+    """The function that asked for the transaction, as `module:function`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name not in ("storage.database", "contextlib", __name__):
+            return f"{name}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "unknown"
+
+
+# --- prompts that harm -------------------------------------------------------------------------------------------
+
+
+@fault
+def engine_dies_on(marker: list[int]) -> None:
+    """The process ends at once when the engine gives a token to a prompt that holds these token ids."""
+    _on_marker(marker, lambda: os._exit(139))
+
+
+@fault
+def engine_hangs_on(marker: list[int]) -> None:
+    """The engine's thread never comes back from a prompt that holds these token ids."""
+    _on_marker(marker, lambda: time.sleep(3600))
+
+
+def _on_marker(marker: list[int], harm: Callable[[], None]) -> None:
+    from workers.engine.null import NullEngine
+
+    step = NullEngine._step
+    wanted = tuple(marker)
+
+    def harmful_step(engine: NullEngine, row: Any, *more: Any) -> Any:
+        prompt = tuple(row.request.prompt_token_ids)
+        if any(prompt[start : start + len(wanted)] == wanted for start in range(len(prompt) - len(wanted) + 1)):
+            harm()
+        return step(engine, row, *more)
+
+    NullEngine._step = harmful_step  # type: ignore[method-assign]
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------
+
+
+@fault
+def restarts_soon(longest_s: float) -> None:
+    """Dead workers are started again without the long pauses that a series of deaths earns them."""
+    import jobs.worker_process
+
+    jobs.worker_process.LONGEST_RESTART_PAUSE_S = longest_s
+
+
+@fault
+def clock_jumps(by_s: float, at: float) -> None:
+    """The wall clock jumps at a moment of the steady clock, which all processes of a host share and which goes on."""
+    real = time.time
+
+    def jumped() -> float:
+        return real() + (by_s if time.monotonic() > at else 0.0)
+
+    time.time = jumped
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""The Celery door, from a process that has Celery and nothing of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.result import AsyncResult
+
+from jobs import celery_door
+from jobs.celery_door import NoTask, parse_message
+from jobs.doors import serve_doors
+from jobs.keys import make_key
+from jobs.settings import Settings, environment_of
+from jobs.up import StopSignals, UpObserver
+from storage import queries
+from storage.database import Database, open_database
+from storage.transitions import set_quotas
+from tests.conftest import wait_until
+from tests.jobs.gateway.conftest import MODEL, PATIENCE_S, StartWorker, chat_line
+
+# What stands in for a machine without promptmill: its packages cannot be imported.
+PRODUCER = """
+import json, sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jobs", "storage", "workers", "pydantic", "sqlalchemy", "structlog"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Nothing())
+from celery import Celery
+
+url, calls = sys.argv[1], json.load(sys.stdin)
+app = Celery(broker=url, backend=url)
+sent = [app.send_task(name, kwargs=kwargs, queue="promptmill.door", **options) for name, kwargs, options in calls]
+for result in sent:
+    try:
+        print(json.dumps({"answer": result.get(timeout=120)}))
+    except Exception as error:
+        print(json.dumps({"raised": type(error).__name__, "text": str(error)}))
+"""
+
+
+def produce(settings: Settings, *calls: tuple[str, dict[str, Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send tasks from a process of its own and wait there for what becomes of them."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PRODUCER, settings.queue.url],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd="/",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def chat(token: str | None, content: str = "Say it again.", **more: Any) -> dict[str, Any]:
+    kwargs = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8, **more}
+    return kwargs if token is None else {**kwargs, "token": token}
+
+
+@contextlib.contextmanager
+def door_process(settings: Settings) -> Iterator[subprocess.Popen[str]]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTMILL_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jobs.cli", "door"],
+        env=environment | environment_of(settings),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=settings.home,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "are open" in line:
+            break
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def doors(served_settings: Settings) -> Iterator[Settings]:
+    """The doors in a thread, on either kind of database."""
+    yield from _doors(served_settings)
+
+
+@pytest.fixture
+def sqlite_doors(sqlite_settings: Settings) -> Iterator[Settings]:
+    yield from _doors(sqlite_settings)
+
+
+def _doors(settings: Settings) -> Iterator[Settings]:
+    import threading
+
+    signals = StopSignals()
+    opened = threading.Event()
+    observer = UpObserver(note=lambda _text: opened.set())
+    thread = threading.Thread(target=serve_doors, args=(settings, observer, signals))
+    thread.start()
+    try:
+        assert opened.wait(PATIENCE_S)
+        yield settings
+    finally:
+        signals.add()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def producer(sqlite_settings: Settings) -> Iterator[Celery]:
+    app = Celery(broker=sqlite_settings.queue.url, backend=sqlite_settings.queue.url, set_as_current=False)
+    yield app
+    app.close()
+
+
+def send(app: Celery, kwargs: dict[str, Any], name: str = celery_door.GENERATE, **options: Any) -> AsyncResult:
+    return app.send_task(name, kwargs=kwargs, queue=celery_door.QUEUE, **options)
+
+
+def result_of(result: AsyncResult) -> Any:
+    """Poll rather than subscribe: a subscription outlives the test's server."""
+    wait_until(result.ready, seconds=PATIENCE_S, what="the result")
+    return result.result
+
+
+def test_an_application_with_only_celery_gets_openais_response(doors: Settings, start_worker: StartWorker) -> None:
+    start_worker(doors)
+    with open_database(doors.database.url) as database:
+        key = make_key(database, tenant="acme", name="app")
+        lines = [chat_line(f"line-{n}", f"number {n}") for n in range(3)]
+        answers = produce(
+            doors,
+            (celery_door.GENERATE, chat(key.key, "one two three", custom_id="mine"), {}),
+            (celery_door.GENERATE, {"model": MODEL, "prompt": "go on", "token": key.key, "max_tokens": 4}, {"priority": 9}),
+            (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": lines, "metadata": {"by": "celery"}}, {}),
+            (celery_door.GENERATE, chat(key.key, temprature=1), {}),
+            (celery_door.GENERATE, chat(key.key, "x" * 500), {}),
+            (celery_door.GENERATE, chat(key.key, model="gpt-4"), {}),
+            (celery_door.GENERATE, chat("pm-" + "A" * 43), {}),
+            (celery_door.GENERATE, chat(None), {}),
+            (celery_door.GENERATE, chat(key.key, stream=True), {}),
+            (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": lines, "input_file_id": "file-1"}, {}),
+            (celery_door.SUBMIT_BATCH, {"token": key.key, "input_file_id": "file-1", "endpoint": lines[0]["url"]}, {}),
+            ("promptmill.nothing", {}, {}),
+        )
+        chatted, completed, ordered, *refused = answers
+        assert chatted["answer"]["object"] == "chat.completion"
+        assert chatted["answer"]["choices"][0]["message"]["role"] == "assistant"
+        assert completed["answer"]["object"] == "text_completion"
+        assert completed["answer"]["usage"]["completion_tokens"] == 4
+        assert ordered["answer"]["status"] == "validating"
+        assert ordered["answer"]["metadata"] == {"by": "celery"}
+        assert [(each["raised"], each["text"].partition(":")[0]) for each in refused] == [
+            ("ValueError", "unknown_parameter"),
+            ("ValueError", "context_length_exceeded"),
+            ("ValueError", "model_not_found"),
+            ("PermissionError", "invalid_api_key"),
+            ("PermissionError", "invalid_api_key"),
+            ("ValueError", "unsupported_value"),
+            ("ValueError", "missing_required_parameter"),
+            ("ValueError", "file_not_found"),
+            ("ValueError", "unknown_task"),
+        ]
+        assert "did you mean temperature" in refused[0]["text"]
+
+        def has_ended() -> bool:
+            with database.read() as connection:
+                batch = queries.find_batch(connection, ordered["answer"]["id"])
+            assert batch is not None
+            assert not batch.is_final or batch.completed_requests == 3, batch
+            return batch.is_final
+
+        wait_until(has_ended, seconds=PATIENCE_S, what="the batch's end")
+        with database.read() as connection:
+            made = [batch for batch in queries.list_batches(connection) if batch.tenant == "acme"]
+        assert {(batch.door, batch.api_key_id) for batch in made} == {("celery", key.row.id)}
+
+
+def test_a_message_that_comes_twice_is_one_request(
+    sqlite_doors: Settings, sqlite_database: Database, producer: Celery, queue_client: redis.Redis
+) -> None:
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    for _ in range(3):
+        send(producer, chat(key), task_id="the-same")
+        send(producer, {"token": key, "lines": [chat_line("a")]}, celery_door.SUBMIT_BATCH, task_id="the-same-batch")
+    wait_until(lambda: not queue_client.exists(celery_door.QUEUE), what="the door's work")
+    wait_until(lambda: AsyncResult("the-same-batch", app=producer).ready(), what="the batch")
+    wait_until(lambda: not list(queue_client.scan_iter(f"{celery_door.TAKEN}*")), what="empty hands")
+    with sqlite_database.read() as connection:
+        batches = queries.list_batches(connection)
+    assert sorted(batch.is_interactive for batch in batches) == [False, True]
+    assert len(list(sqlite_doors.files_dir.glob("upload-*"))) == 1
+
+
+def test_a_killed_door_loses_no_task(
+    sqlite_settings: Settings, sqlite_database: Database, producer: Celery, start_worker: StartWorker
+) -> None:
+    """Killed again and again while tasks come in: each gets its one answer."""
+    start_worker(sqlite_settings)
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    results: list[AsyncResult] = []
+    for _ in range(3):
+        with door_process(sqlite_settings) as process:
+            results += [send(producer, chat(key, f"call {len(results) + n}")) for n in range(40)]
+            wait_until(lambda: any(result.ready() for result in results[-40:]), seconds=PATIENCE_S)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    with door_process(sqlite_settings):
+        for result in results:
+            assert result_of(result)["object"] == "chat.completion"
+    with sqlite_database.read() as connection:
+        assert len(queries.list_batches(connection, 1000)) == len(results)
+
+
+def test_what_waits_beyond_the_bound_waits_in_redis(
+    sqlite_settings: Settings, sqlite_database: Database, producer: Celery, queue_client: redis.Redis
+) -> None:
+    """Nothing answers here, so the first few stay open and the rest stay where they are."""
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    settings = sqlite_settings.model_copy(
+        update={"door": sqlite_settings.door.model_copy(update={"max_open_calls": 5})}
+    )
+    for n in range(50):
+        send(producer, chat(key, f"call {n}"))
+    for _ in _doors(settings):
+        wait_until(lambda: queue_client.hlen(celery_door.OPEN) >= 5, what="open calls")
+        time.sleep(0.5)  # for what must not happen
+        assert queue_client.hlen(celery_door.OPEN) <= 5 + celery_door.TAKERS
+        assert queue_client.llen(celery_door.QUEUE) >= 50 - 5 - celery_door.TAKERS
+
+
+def test_a_task_that_expired_or_runs_out_of_time_is_not_answered(
+    sqlite_doors: Settings, sqlite_database: Database, producer: Celery, start_worker: StartWorker
+) -> None:
+    start_worker(sqlite_doors)
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    late = send(producer, chat(key), expires=-10)
+    assert str(result_of(late)) == "expired"
+    assert late.state == "REVOKED"
+    assert "unsupported_eta" in str(result_of(send(producer, chat(key), countdown=100)))
+    assert "unknown_parameter" not in str(result_of(send(producer, chat(key, timeout_s=60), expires=60)))
+
+
+def test_a_request_whose_time_is_over_raises_a_timeout(
+    sqlite_doors: Settings, sqlite_database: Database, producer: Celery, start_worker: StartWorker
+) -> None:
+    worker = start_worker(sqlite_doors)
+    worker.stop(30.0)
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    error = result_of(send(producer, chat(key, timeout_s=0.2)))
+    assert isinstance(error, TimeoutError), error
+
+
+def test_a_tenants_queued_tokens_bound_this_door_too(
+    sqlite_doors: Settings, sqlite_database: Database, producer: Celery
+) -> None:
+    with sqlite_database.write() as connection:
+        set_quotas(connection, "acme", {"max_queued_prompt_tokens": 60, "max_running_batches": 0})
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    send(producer, chat(key, "x" * 80))
+    error = result_of(send(producer, chat(key, "y" * 80)))
+    assert isinstance(error, RuntimeError)
+    assert "token_limit_exceeded" in str(error)
+    error = result_of(send(producer, {"token": key, "lines": [chat_line("a")]}, celery_door.SUBMIT_BATCH))
+    assert "rate_limit_exceeded" in str(error)
+
+
+GOOD: dict[str, Any] = {
+    "body": json.dumps([[], {"token": "pm-" + "a" * 43}, {}]),
+    "content-type": "application/json",
+    "headers": {"task": celery_door.GENERATE, "id": "an-id"},
+    "properties": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "task_id"),
+    [
+        (b"", "malformed_message", None),
+        (b"garbage \xff", "malformed_message", None),
+        (b"[1, 2]", "malformed_message", None),
+        (b"[" * 10_000, "malformed_message", None),
+        ({**GOOD, "headers": {"task": celery_door.GENERATE}}, "malformed_message", None),
+        ({**GOOD, "headers": {"task": celery_door.GENERATE, "id": "x" * 300}}, "malformed_message", None),
+        ({**GOOD, "headers": []}, "malformed_message", None),
+        ({**GOOD, "headers": 5}, "malformed_message", None),
+        ({**GOOD, "body": "not json"}, "malformed_message", "an-id"),
+        ({**GOOD, "body": "[[], {}]"}, "malformed_message", "an-id"),
+        ({**GOOD, "body": "[" * 10_000}, "malformed_message", "an-id"),
+        ({**GOOD, "properties": {"body_encoding": "base64"}, "body": "!!"}, "malformed_message", "an-id"),
+        ({**GOOD, "content-type": "application/x-python-serialize"}, "unsupported_content_type", "an-id"),
+        ({**GOOD, "headers": {**GOOD["headers"], "compression": "gzip"}}, "unsupported_compression", "an-id"),
+        ({**GOOD, "headers": {"task": "os.system", "id": "an-id"}}, "unknown_task", "an-id"),
+        ({**GOOD, "headers": {"task": [1], "id": "an-id"}}, "unknown_task", "an-id"),
+        ({**GOOD, "body": '[["x"], {}, {}]'}, "invalid_arguments", "an-id"),
+        ({**GOOD, "body": "[[], [], {}]"}, "invalid_arguments", "an-id"),
+        ({**GOOD, "headers": {**GOOD["headers"], "expires": "soon"}}, "malformed_message", "an-id"),
+        ({**GOOD, "headers": {**GOOD["headers"], "eta": "2030-01-01T00:00:00"}}, "unsupported_eta", "an-id"),
+    ],
+)  # fmt: skip
+def test_messages_of_other_forms_are_told_apart(message: Any, code: str, task_id: str | None) -> None:
+    with pytest.raises(NoTask) as refused:
+        parse_message(message if isinstance(message, bytes) else json.dumps(message).encode())
+    assert (refused.value.code, refused.value.task_id) == (code, task_id)
+
+
+def test_both_versions_of_celerys_protocol_are_read() -> None:
+    assert parse_message(json.dumps(GOOD).encode()).kwargs == {"token": "pm-" + "a" * 43}
+    body = {"task": celery_door.GENERATE, "id": "old", "args": [], "kwargs": {"model": "m"}, "expires": None}
+    old = parse_message(json.dumps({**GOOD, "headers": {}, "body": json.dumps(body)}).encode())
+    assert (old.id, old.name, old.kwargs) == ("old", celery_door.GENERATE, {"model": "m"})
+
+
+def test_malformed_messages_stop_nobody_and_are_kept_without_keys(
+    sqlite_doors: Settings,
+    sqlite_database: Database,
+    producer: Celery,
+    queue_client: redis.Redis,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A pickle, garbage, half a message: none of it is run, raised or logged, and the next task goes through."""
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    producer.conf.task_serializer = "pickle"
+    pickled = send(producer, chat(key, "in a pickle"), serializer="pickle")
+    for message in (b"garbage", json.dumps({"token": key}).encode(), b"[" * 50_000):
+        queue_client.lpush(celery_door.QUEUE, message)
+    assert "unsupported_content_type" in str(result_of(pickled))
+    refused = send(producer, chat(key, "a secret prompt", temprature=1), serializer="json")
+    assert "unknown_parameter" in str(result_of(refused))
+    wait_until(lambda: queue_client.xlen(celery_door.DEAD) == 4, what="four letters")
+    letters = [fields for _, fields in queue_client.xrange(celery_door.DEAD)]
+    assert {letter["code"] for letter in letters} == {"malformed_message", "unsupported_content_type"}
+    assert not any(key in letter["entry"] for letter in letters)
+    assert max(len(letter["entry"]) for letter in letters) <= 8192
+    said = "".join(capfd.readouterr())
+    assert key not in said
+    assert "secret prompt" not in said
+
+
+Opened = Callable[[Settings], Iterator[Settings]]
+
+
+def test_a_door_waits_out_a_redis_that_was_emptied(
+    sqlite_doors: Settings, sqlite_database: Database, producer: Celery, queue_client: redis.Redis, start_worker: StartWorker
+) -> None:
+    start_worker(sqlite_doors)
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    queue_client.flushall()
+    assert result_of(send(producer, chat(key)))["object"] == "chat.completion"
+
+
+def test_results_expire(sqlite_doors: Settings, sqlite_database: Database, producer: Celery, queue_client: Any) -> None:
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    sent = send(producer, chat(key, temprature=1))
+    result_of(sent)
+    assert 0 < queue_client.ttl(f"celery-task-meta-{sent.id}") <= sqlite_doors.door.result_lifetime_s
+
+
+def test_the_program_runs_as_a_command(sqlite_settings: Settings, tmp_path: Path) -> None:
+    with door_process(sqlite_settings) as process:
+        alive = list((sqlite_settings.home / "run").glob("door-*.alive"))
+        assert len(alive) == 1
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert not alive[0].exists()
