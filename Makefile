@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 UV     := $(shell command -v uv 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve check test test-gpu bench clean
+.PHONY: help setup demo serve check test test-gpu drill bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
@@ -49,6 +49,9 @@ test: setup ## Run the tests (a few minutes on two cores)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu
+
+drill: setup ## Kill everything at random times and count what is lost (about half an hour; JSON=FILE keeps the table)
+	@DRILL_JSON=$(JSON) $(BIN)/python -m pytest -m drill tests/drills
 
 bench: setup ## Measure the engine and the whole path beside llama.cpp (about ten minutes)
 	@$(BIN)/python -m benchmarks.cpu

@@ -3,10 +3,12 @@
     python -m benchmarks.gpu --workloads W1 W2 W3 W4 one        Llama-2-7B shape
     python -m benchmarks.gpu --shape llama3-8b --workloads W1
     python -m benchmarks.gpu --artifact FOLDER --workloads small
+    python -m benchmarks.gpu --workloads W1 W5                  W1 by the engine alone, then through the whole path
 
 Prints a table, then one JSON line. Each workload is run `--repeat` times with fresh prompts, so the prefix cache is
-cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95.
-Random weights need torch; an artifact does not.
+cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95. W5 comes
+last, when the engine has left the device to a worker: W1's requests from submit to the last commit, through an embedded
+Redis, Celery and SQLite, on an artifact that is given or written for it. The engine's random weights need torch.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from workers.engine.cuda import CudaRunner, DeviceTensor, upload_weights
+from jobs.settings import NO_LENGTHS
+from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, upload_weights
+from workers.engine.flavour import load_libraries
 from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
 from workers.engine.request import GenerationRequest, SamplingParameters
 from workers.models.cuda_graph import artifact_entries, stored_weights, weight_shapes
@@ -209,6 +214,35 @@ def summarize(steps: list[list[Any]]) -> dict[str, Any]:
     } | {"padded_decode_rows": padded}
 
 
+def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """W5: a worker of the same rows and context, started as `promptmill up` starts it."""
+    from benchmarks.path import PathBench
+    from benchmarks.random_artifact import write_random_artifact
+    from workers.models.artifact import load_artifact
+
+    if given.artifact:
+        artifact = load_artifact(given.artifact, check_digests=False)
+    else:
+        artifact = write_random_artifact(folder, given.shape, SHAPES[given.shape], max(given.context_length, 4096))
+    engine = {
+        "flavour": "cuda",
+        "context_length": min(given.context_length, artifact.context_length),
+        "prefill_chunk_tokens": given.prefill_tokens,
+        "shared_prefix_tokens": ",".join(map(str, given.prefix_tokens)) or NO_LENGTHS,
+    }
+    at = time.perf_counter()
+    with PathBench(artifact, given.max_rows, 0, engine=engine) as bench, watched_device() as device:
+        start_s = round(time.perf_counter() - at, 2)
+        runs = []
+        for turn in range(given.repeat):
+            device()
+            rate = bench.requests_per_s(512, 128, 64, seed=turn, poll_s=0.02)
+            run = {"requests_per_s": round(rate, 2), "seconds": round(512 / rate, 4)}
+            runs.append(run | {"new_tokens_per_s": round(64 * rate), "device": device()})
+            print(f"{given.label} W5 512 x (128 prompt, 64 new), whole path: {json.dumps(runs[-1])}", flush=True)
+    return {"best": max(run["requests_per_s"] for run in runs), "start_s": start_s, "runs": runs}
+
+
 @contextmanager
 def watched_device() -> Iterator[Callable[[], dict[str, float] | None]]:
     """Sample NVML's utilization in the background; the function given returns the mean so far."""
@@ -272,6 +306,8 @@ def main(arguments: list[str]) -> None:
     report: dict[str, Any] = {"label": given.label, "shape": given.shape, "options": vars(given) | {"trace": None}}
     report["options"]["artifact"] = str(given.artifact) if given.artifact else None
     at = time.perf_counter()
+    load_libraries()
+    uploaded: UploadedWeights | None = None
     if given.artifact:
         from workers.models.artifact import load_artifact
 
@@ -320,6 +356,8 @@ def main(arguments: list[str]) -> None:
     traces: dict[str, Any] = {}
     with watched_device() as device:
         for name in given.workloads:
+            if name == "W5":
+                continue
             runs = []
             for turn in range(given.repeat):
                 workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, turn + 1)
@@ -333,7 +371,18 @@ def main(arguments: list[str]) -> None:
             traces[name] = [list(step) for step in runner.trace.steps]
             results[name] = {"best": max(run["requests_per_s"] for run in runs), "runs": runs}
     engine.close()
-    del kept
+    if uploaded is not None:
+        uploaded.close()
+    # Whatever else holds device memory goes too, before a worker asks for it.
+    del kept, weights
+    if "W5" in given.workloads:
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+        with tempfile.TemporaryDirectory(prefix="pmg") as folder:
+            results["W5"] = run_path(given, Path(folder))
+        if "W1" in results:
+            report["w5_of_w1"] = round(results["W5"]["best"] / results["W1"]["best"], 3)
+            print(f"the whole path is {report['w5_of_w1']} of the engine alone", flush=True)
     report["results"] = results
     if given.trace:
         given.trace.write_text(json.dumps(traces))

@@ -75,9 +75,11 @@ class PathBench:
         self.server.stop()
         self._folder.cleanup()
 
-    def requests_per_s(self, requests: int, prompt_tokens: int, new_tokens: int) -> float:
-        """From the first byte read by submit to the commit of the last answer."""
-        rng = random.Random(0)
+    def requests_per_s(
+        self, requests: int, prompt_tokens: int, new_tokens: int, *, seed: int = 0, poll_s: float = POLL_S
+    ) -> float:
+        """From the first byte read by submit to the commit of the last answer, seen up to `poll_s` late."""
+        rng = random.Random(seed)
         path = self.home / "in.jsonl"
         with path.open("w") as file:
             for n in range(requests):
@@ -95,7 +97,7 @@ class PathBench:
             if time.monotonic() - swept > SWEEP_EVERY_S:
                 swept = time.monotonic()
                 sweep(self.database, self.app, self.settings, now)
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
             with self.database.read() as connection:
                 found = queries.find_batch_by_id(connection, batch.id)
             assert found is not None

@@ -29,13 +29,11 @@ from typing import Any
 
 import redis
 import structlog
-from celery import Celery
-from celery.backends.base import BaseBackend
-from celery.exceptions import TaskRevokedError
 from redis.exceptions import RedisError
 
 from jobs.dead_letters import bury
 from jobs.keys import KeyRefused
+from jobs.protocol import dump_json
 from jobs.queue import redis_url
 from jobs.quotas import QuotaExceeded
 from jobs.reception import CALL_FIELDS, Outcome, Reception, refusal_of
@@ -51,6 +49,7 @@ ALIVE = "promptmill.door.alive."
 NAMES = "promptmill.door.names"
 OPEN = "promptmill.door.open"
 DEAD = "promptmill.door.dead"
+RESULT = "celery-task-meta-"  # of Celery's Redis backend
 
 # kombu keeps a list for each of its priority steps; what has no priority is in the first.
 QUEUES = (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9)))
@@ -92,17 +91,21 @@ class Task:
     expires_at: float | None
 
 
-def make_result_backend(url: str, lifetime_s: int) -> BaseBackend:
-    """Where producers look for results: the queue's own Redis, as a Celery application with that backend reads it."""
-    app = Celery("promptmill-door", broker=url, backend=url, set_as_current=False)
-    app.conf.update(
-        result_expires=lifetime_s,
-        result_serializer="json",
-        accept_content=["json"],
-        redis_socket_timeout=SOCKET_TIMEOUT_S,
-        redis_socket_connect_timeout=5,
+def render_result(task_id: str, state: str, result: object, now: float) -> str:
+    """A result as Celery's producers read it. An exception travels by its name and text."""
+    if isinstance(result, Exception):
+        kind = type(result)
+        result = {"exc_type": kind.__name__, "exc_message": list(result.args), "exc_module": kind.__module__}
+    return dump_json(
+        {
+            "status": state,
+            "result": result,
+            "traceback": None,
+            "children": [],
+            "date_done": datetime.fromtimestamp(now, UTC).isoformat(),
+            "task_id": task_id,
+        }
     )
-    return app.backend
 
 
 def parse_message(entry: bytes) -> Task:
@@ -183,7 +186,7 @@ class CeleryDoor:
         self._reception = reception
         self._most_open = settings.door.max_open_calls
         self._timeout_s = settings.door.request_timeout_s
-        self._backend = make_result_backend(settings.queue.url, settings.door.result_lifetime_s)
+        self._result_lifetime_s = settings.door.result_lifetime_s
         self._redis: Any = redis.Redis.from_url(
             redis_url(settings.queue.url), socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5
         )
@@ -249,9 +252,9 @@ class CeleryDoor:
             task = parse_message(entry)
         except NoTask as error:
             log.warning("door_message_refused", code=error.code)
-            if error.task_id is not None:
-                self._fail(error.task_id, ValueError(f"{error.code}: {error.message}"))
             pipeline = self._redis.pipeline(transaction=True)
+            if error.task_id is not None:
+                self._store(pipeline, error.task_id, ValueError(f"{error.code}: {error.message}"))
             bury(pipeline, DEAD, entry, code=error.code, reason=error.message)
             pipeline.lrem(self._taken, 1, entry)
             pipeline.execute()
@@ -273,18 +276,15 @@ class CeleryDoor:
             # Ours to repair: taken up again it would only fail again. What the error says may quote a prompt.
             frames = "".join(traceback.format_tb(error.__traceback__))
             log.error("door_task_crashed", task=task.id, kind=type(error).__name__, traceback=frames)
-            self._fail(task.id, RuntimeError("internal_error: the server failed; its log says why"))
-            self._redis.lrem(self._taken, 1, entry)
+            self._end(task, entry, RuntimeError("internal_error: the server failed; its log says why"))
 
     def _carry_out(self, task: Task, entry: bytes) -> None:
         if task.name == SUBMIT_BATCH:
-            self._backend.store_result(task.id, self._reception.order(Door.CELERY, task.kwargs, task.id), "SUCCESS")
-            self._redis.lrem(self._taken, 1, entry)
+            self._end(task, entry, self._reception.order(Door.CELERY, task.kwargs, task.id))
             return
         left_s = None if task.expires_at is None else task.expires_at - time.time()
         if left_s is not None and left_s <= 0:
-            self._backend.store_result(task.id, TaskRevokedError("expired"), "REVOKED")
-            self._redis.lrem(self._taken, 1, entry)
+            self._end(task, entry, TimeoutError("expired: the task expired before it was taken"))
             return
         call = {name: task.kwargs[name] for name in CALL_FIELDS if name in task.kwargs}
         if left_s is not None:
@@ -299,11 +299,22 @@ class CeleryDoor:
 
     def _refuse(self, task: Task, entry: bytes, error: PromptmillError) -> None:
         log.info("door_task_refused", task=task.id, code=error.code)
-        self._fail(task.id, failure_of(refusal_of(error)))
-        self._redis.lrem(self._taken, 1, entry)
+        self._end(task, entry, failure_of(refusal_of(error)))
 
-    def _fail(self, task_id: str, error: Exception) -> None:
-        self._backend.store_result(task_id, error, "FAILURE")
+    def _end(self, task: Task, entry: bytes, result: object) -> None:
+        """Store the result, and let the message go, in one step."""
+        pipeline = self._redis.pipeline(transaction=True)
+        self._store(pipeline, task.id, result)
+        pipeline.lrem(self._taken, 1, entry)
+        pipeline.execute()
+
+    def _store(self, pipeline: Any, task_id: str, result: object) -> None:
+        """Where Celery's Redis backend looks for it, and where it waits for the news."""
+        state = "FAILURE" if isinstance(result, Exception) else "SUCCESS"
+        key = RESULT + task_id
+        text = render_result(task_id, state, result, time.time())
+        pipeline.set(key, text, ex=self._result_lifetime_s)
+        pipeline.publish(key, text)
 
     def _put_back(self, entry: bytes) -> None:
         """To the front of the queue."""
@@ -353,11 +364,11 @@ class CeleryDoor:
                 outcomes[request_id] = Outcome(None, None, "request_timed_out", "the request has no answer in its time")
         for request_id, outcome in outcomes.items():
             task_id = by_request[request_id][0]
-            if outcome.status_code == 200:
-                self._backend.store_result(task_id.decode(), outcome.body, "SUCCESS")
-            else:
-                self._fail(task_id.decode(), failure_of(outcome))
-            self._redis.hdel(OPEN, task_id)
+            pipeline = self._redis.pipeline(transaction=True)
+            result = outcome.body if outcome.status_code == 200 else failure_of(outcome)
+            self._store(pipeline, task_id.decode(), result)
+            pipeline.hdel(OPEN, task_id)
+            pipeline.execute()
         return [request_id for request_id in by_request if request_id not in outcomes]
 
     # --- care for the dead ---------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ OLDEST_PYTHON = (3, 11)
 LEAST_FREE_DISK_GIB = 2
 PROBE_TIMEOUT_S = 120
 GIB = 1 << 30
+RESET = "reset it (nvidia-smi --gpu-reset) or restart the machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,14 @@ def compute_findings(found: dict[str, Any]) -> Iterator[Finding]:
 
 def _gpu(gpu: dict[str, Any], driver: str) -> Finding:
     subject = f"GPU {gpu['name'].removeprefix('gpu')}"
+    if "uuid" not in gpu:
+        return Finding("missing", subject, gpu["ailment"], RESET)
     text = (
         f"{gpu['model']}, {gpu['free_bytes'] / GIB:.0f} of {gpu['memory_bytes'] / GIB:.0f} GiB free, "
         f"{gpu['uuid']}, driver {driver}"
     )
     if gpu["ailment"]:
-        return Finding("missing", subject, f"{text}: {gpu['ailment']}", "reset it (nvidia-smi --gpu-reset) or the host")
+        return Finding("missing", subject, f"{text}: {gpu['ailment']}", RESET)
     if gpu["throttling"]:
         return Finding("note", subject, f"{text}, slowed down by {', '.join(gpu['throttling'])}")
     return Finding("ok", subject, text)

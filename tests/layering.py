@@ -24,7 +24,6 @@ DOORS = {
     "celery": (
         "jobs/queue.py",
         "jobs/queue_guard.py",
-        "jobs/celery_door.py",
         "jobs/reception.py",
         "jobs/dispatch.py",
         "jobs/sweep.py",

@@ -128,6 +128,7 @@ def probe(artifacts: tuple[Path, ...]) -> None:
     """Print what this machine can run, as JSON (for `promptmill doctor`)."""
     from workers.probe import probe as look
 
+    set_up_logs("probe")  # on standard error; standard output is the answer's
     click.echo(json.dumps(look(artifacts)))
 
 
@@ -142,6 +143,7 @@ def devices(artifact: Path, gpus: str) -> None:
     from workers.models.artifact import load_artifact
     from workers.placement import plan_workers
 
+    set_up_logs("devices")
     with _errors_as_one_line():
         settings = load_settings()
         loaded = load_artifact(artifact, check_digests=False)

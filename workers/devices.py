@@ -182,8 +182,15 @@ def open_nvml(nvml: ModuleType) -> Iterator[None]:
         nvml.nvmlShutdown()
 
 
-def list_devices(nvml: ModuleType) -> list[Device]:
-    """All devices that can be used, by number; one that is lost is left out. Call it within `open_nvml`."""
+def _log_left_out(name: str, reason: str) -> None:
+    log.warning("gpu_left_out", gpu=name, reason=reason)
+
+
+def list_devices(nvml: ModuleType, leave_out: Callable[[str, str], None] = _log_left_out) -> list[Device]:
+    """All devices that can be used, by number; one that is lost is left out. Call it within `open_nvml`.
+
+    leave_out: told name and reason of each that is.
+    """
     found: list[Device] = []
     for number in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -199,7 +206,7 @@ def list_devices(nvml: ModuleType) -> list[Device]:
                     for index, instance in instances
                 ]
         except nvml.NVMLError as error:
-            log.warning("gpu_left_out", gpu=f"gpu{number}", reason=str(error))
+            leave_out(f"gpu{number}", _why_lost(nvml, error) or str(error))
     return found
 
 

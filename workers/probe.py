@@ -85,8 +85,9 @@ def _devices() -> tuple[list[dict[str, Any]], str]:
     """The GPUs with how they fare, and the driver's version; none and why, where there is no driver."""
     try:
         with open_nvml(pynvml):
-            found = []
-            for device in list_devices(pynvml):
+            found: list[dict[str, Any]] = []
+            lost = found.append
+            for device in list_devices(pynvml, lambda name, reason: lost({"name": name, "ailment": reason})):
                 reading = read_device(pynvml, device)
                 found.append({**asdict(device), **asdict(reading), "ailment": ailment(reading, reading, ())})
             return found, driver_version(pynvml)

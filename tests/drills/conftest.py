@@ -109,7 +109,11 @@ def _cells(row: Row) -> list[str]:
 
 
 def _say(config: pytest.Config, line: str) -> None:
+    """A line of progress on the terminal, past pytest's capture."""
+    capture = config.pluginmanager.getplugin("capturemanager")
     reporter = config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
-        reporter.ensure_newline()
-        reporter.write_line(line)
+    if capture is not None and reporter is not None:
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+            reporter.flush()

@@ -26,6 +26,9 @@ import psutil
 import redis
 from sqlalchemy import text
 
+from jobs.inputs import InputOptions
+from jobs.source import open_source
+from jobs.submit import BatchOptions, submit
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import StorageError
 from tests.drills.servers import Postgres, QueueServer
@@ -154,6 +157,10 @@ class Mill:
             return self.queue.client()
         return redis.Redis(unix_socket_path=str(self.home / "run" / "queue.sock"))
 
+    def wipe(self) -> None:
+        with self.queue_client() as client:
+            client.flushall()
+
     def queue_server_pid(self) -> int:
         with self.queue_client() as client:
             return int(client.info("server")["process_id"])
@@ -187,26 +194,33 @@ class Mill:
 
     # --- work ---
 
-    def submit(self, count: int, *options: str, ends: Mapping[int, str] | None = None) -> str:
-        """Hand in so many prompts. Returns the batch's id. ends: what the prompts at these places end with instead."""
-        path = self.write_prompts(count, ends)
-        code, said = self.run("submit", path, "--model", self.artifact, "--max-tokens", "16", "--quiet", *options)
-        assert code == 0, said
-        return said.split()[-1]
+    def submit(self, count: int, *, ends: Mapping[int, str] | None = None, twins: int = 0, **options: Any) -> int:
+        """Hand in so many prompts. Returns the batch's row id. ends: what stands in the prompts at these places.
 
-    def write_prompts(self, count: int, ends: Mapping[int, str] | None = None) -> Path:
+        twins: as many more lines that ask what the first one asks. options: of the batch. The drill's own process
+        submits; processes that die while they submit have a drill of their own.
+        """
+        path = self.write_prompts(count, ends, twins)
+        with open_source(path, self.folder) as source:
+            return submit(
+                self.database, source, InputOptions(model=self.artifact.name), BatchOptions(**options)
+            ).batch.id
+
+    def write_prompts(self, count: int, ends: Mapping[int, str] | None = None, twins: int = 0) -> Path:
         """A file of so many prompts that were never asked before."""
         first = len(self._prompts)
         path = self.folder / f"prompts-{first}.jsonl"
         with path.open("w") as file:
-            for number in range(first, first + count):
-                prompt = f"What comes after {(ends or {}).get(number - first, '')}no. {number:08d}?"
-                self._prompts[f"r{number}"] = prompt
+            for place in range(count + twins):
+                number = first + (place if place < count else 0)
+                prompt = f"What comes after {(ends or {}).get(place, '')}no. {number:08d}?"
+                self._prompts[f"r{first + place}"] = prompt
+                body = {"model": self.artifact.name, "prompt": prompt, "max_tokens": 16}
                 line = {
-                    "custom_id": f"r{number}",
+                    "custom_id": f"r{first + place}",
                     "method": "POST",
                     "url": "/v1/completions",
-                    "body": {"model": self.artifact.name, "prompt": prompt, "max_tokens": 16},
+                    "body": body | ({"temperature": 0} if twins else {}),
                 }
                 file.write(json.dumps(line) + "\n")
         return path

@@ -47,8 +47,7 @@ def test_the_queue_is_wiped(make_mill: MakeMill, record: Record, database: str) 
     for _ in range(scaled(12)):
         mill.keep_busy()
         mill.pick_busy_worker()
-        with mill.queue_client() as client:
-            mill.inject(client.flushall)
+        mill.inject(mill.wipe)
         mill.wait_for_recovery()
     mill.wait_until_done()
     assert mill.events()["messages_lost"]

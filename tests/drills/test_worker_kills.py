@@ -18,10 +18,10 @@ from workers.models.convert import convert
 SOON = {"kind": "restarts_soon", "roles": ["up"], "longest_s": 0.5}
 
 
-def kill_busy_workers(mill: Mill, times: int) -> None:
+def kill_busy_workers(mill: Mill, times: int, *, batch_of: int = 2000) -> None:
     """Each at a random moment; whoever looks after the workers starts others."""
     for _ in range(times):
-        mill.keep_busy()
+        mill.keep_busy(batch_of)
         pid = mill.pick_busy_worker()
         with contextlib.suppress(ProcessLookupError):
             mill.inject(lambda pid=pid: os.kill(pid, signal.SIGKILL))

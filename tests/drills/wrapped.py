@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,56 +60,45 @@ def wrap_workers() -> None:
 
 
 @fault
-def crash_at_commits(log: str, plan: list[list[Any]]) -> None:
-    """Die at commits, one death for each entry (point, nth, when), over as many lives of the process as that takes.
+def crash_at_commit(log: str, point: str = "", nth: int = 0, when: str = "") -> None:
+    """Die by SIGKILL at the nth commit of a commit point, and note in the folder `log` which points were met.
 
     A commit point is a function that makes a write transaction, `module:function`. when: `before` the commit, with all
-    of the transaction's statements made, or `after` it. A life takes the first entry of the plan that no other has
-    taken. log: a folder; each commit point that was met is a file there, and each entry that was taken.
+    statements of the transaction made, or `after` it. Without a point nothing dies.
     """
     from storage.database import Database
 
     folder = Path(log)
-    entry = next((number for number in range(len(plan)) if _take(folder / f"taken-{number}")), None)
-    point, nth, when = plan[entry] if entry is not None else (None, 0, "after")
     met: Counter[str] = Counter()
     lock = threading.Lock()
     write = Database.write
 
-    def is_it(name: str, moment: str) -> bool:
-        if moment != when or name != point:
-            return False
-        with lock:
-            met[name] += 1
-            return met[name] == nth
+    def die_if_it_is_time(name: str, number: int, moment: str) -> None:
+        if (name, number, moment) == (point, nth, when):
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # the signal is on its way: nothing more must happen
 
     @contextmanager
     def write_and_die(database: Database, *, durable: bool = True) -> Iterator[Any]:
         name = _caller()
-        with suppress(FileExistsError):
-            (folder / f"met-{name}").touch(exist_ok=False)
+        with lock:
+            met[name] += 1
+            number = met[name]
+        (folder / name).touch()
         with write(database, durable=durable) as connection:
             yield connection
-            if is_it(name, "before"):
-                _die(folder, entry)
-        if is_it(name, "after"):
-            _die(folder, entry)
+            die_if_it_is_time(name, number, "before")
+        die_if_it_is_time(name, number, "after")
 
     Database.write = write_and_die  # type: ignore[method-assign]
 
 
-def _die(folder: Path, entry: int | None) -> None:
-    (folder / f"died-{entry}").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # the signal is on its way: nothing more must happen
+@fault
+def small_groups(lines: int) -> None:
+    """A submission commits after so many lines."""
+    import jobs.submit
 
-
-def _take(path: Path) -> bool:
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    jobs.submit.GROUP_LINES = lines
 
 
 def _caller() -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from jobs import worker_process
+from jobs.gpus import Gpu, for_gpus
 from jobs.settings import Settings
 from jobs.up import share_cores
-from jobs.worker_process import Crew, WorkerFailed, explain_exit, serving_workers
+from jobs.worker_process import EXIT_GPU, Crew, WorkerFailed, explain_exit, restart_pause_s, serving_workers
 from storage import transitions
 from storage.database import Database
 from storage.models import WorkerStatus
@@ -103,6 +104,44 @@ def test_those_that_do_not_leave_are_killed(
     crew.stop(0.3)
     assert crew.running == 0
     assert time.monotonic() - began < 5
+
+
+def test_a_worker_whose_gpu_is_sick_is_left_alone_for_longer(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    """Each start looks at the GPU, so they may come seldom; its neighbours go on, and a service never gives it up."""
+    stand_in("import os, sys, time\nif os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-1': sys.exit(69)\ntime.sleep(60)")
+    notes: list[str] = []
+    gpus = (Gpu("gpu0", "GPU-0"), Gpu("gpu1", "GPU-1"))
+    crew = Crew(settings, sqlite_database, Path("artifact"), 1, notes.append, gives_up=True, gpus=gpus)
+    assert len(crew) == 2
+    wait_until(lambda: crew.look_after() or notes, what="the death")
+    crew.look_after()
+    assert crew.running == 1
+    assert notes == [
+        "the worker of gpu1 died (exit code 69, its GPU is lost or sick) and is started again in 30 s",
+    ]
+    crew.kill()
+    assert [restart_pause_s(EXIT_GPU, n) for n in (1, 2, 3, 9)] == [30, 60, 120, 600]
+    assert [restart_pause_s(-9, n) for n in (1, 2, 3, 9)] == [0.5, 1, 2, 60]
+
+
+def test_a_job_does_not_wait_for_ever_for_its_only_gpu(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    stand_in("import sys; print('error: gpu0 is not fit for work', file=sys.stderr); sys.exit(69)")
+    gpus = (Gpu("gpu0", "GPU-0"),)
+    crew = Crew(settings, sqlite_database, Path("artifact"), 1, lambda _note: None, gives_up=True, gpus=gpus)
+    with pytest.raises(WorkerFailed, match="gpu0 is not fit for work"):
+        wait_until(lambda: crew.look_after(), what="giving up")
+
+
+def test_workers_with_a_gpu_use_it_and_others_look_for_none(settings: Settings) -> None:
+    assert settings.engine.flavour == "auto"
+    assert for_gpus(settings, [Gpu("gpu0", "GPU-0")]).engine.flavour == "cuda"
+    assert for_gpus(settings, []).engine.flavour == "cpu"
+    null = settings.model_copy(update={"engine": settings.engine.model_copy(update={"flavour": "null"})})
+    assert for_gpus(null, [Gpu("gpu0", "GPU-0")]) == null
 
 
 def test_exit_codes_are_explained() -> None:

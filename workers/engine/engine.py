@@ -21,6 +21,7 @@ from workers.engine.loop import Row, StepLoop
 from workers.engine.request import FinishReason, GenerationRequest, engine_failed
 from workers.engine.sampling import Logits, RowSampler, sample_rows
 from workers.engine.scheduler import (
+    MIN_LAST_TOKENS,
     MIN_REUSED_TOKENS,
     PrefillCall,
     PrefillRow,
@@ -134,6 +135,7 @@ class Engine(StepLoop[_Row]):
                 break  # what comes behind it is no interactive request either
             row = self._waiting.popleft()
             source, cached = self._cache.longest_prefix(row.prompt) if self._prefix_reuse else (None, 0)
+            cached = min(cached, len(row.prompt) - MIN_LAST_TOKENS)
             if cached < MIN_REUSED_TOKENS:
                 source, cached = None, 0
             if self._prefix_reuse and waits_for_prefix(row.prompt, cached, self._being_computed()):

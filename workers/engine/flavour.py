@@ -67,9 +67,7 @@ def choose_flavour(
     if reason is None:
         return FlavourChoice("cuda")
     if wanted == "cuda":
-        raise CudaUnavailable(
-            f"CUDA is asked for, and {reason}; or let the CPU run it", code="cuda_unavailable"
-        )
+        raise CudaUnavailable(f"CUDA is asked for, and {reason}; or let the CPU run it", code="cuda_unavailable")
     return FlavourChoice("cpu", reason)
 
 

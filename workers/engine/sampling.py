@@ -66,7 +66,7 @@ class RowSampler:
         weights = np.exp((logits - best) * np.float32(1.0 / self.parameters.temperature))
         top_k = self.parameters.top_k
         if 0 < top_k < weights.size:
-            candidates = np.argpartition(weights, -top_k)[-top_k:]
+            candidates = _best(weights, top_k)
             weights = weights[candidates]
         if self.parameters.top_p < 1.0:
             kept = _nucleus(weights, self.parameters.top_p)
@@ -83,6 +83,15 @@ def sample_rows(logits: Logits, samplers: Sequence[RowSampler]) -> list[tuple[in
     if all(sampler.is_plain for sampler in samplers):
         return [(token, None) for token in logits.argmax(axis=1).tolist()]
     return [sampler.sample(logits[row]) for row, sampler in enumerate(samplers)]
+
+
+def _best(weights: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """Indices of the `count` largest weights, largest first, equal ones by their ids: one order on every machine."""
+    least = np.partition(weights, -count)[-count]
+    above = np.flatnonzero(weights > least)
+    level = np.flatnonzero(weights == least)[: count - above.size]
+    above = above[np.argsort(-weights[above], kind="stable")]
+    return np.concatenate([above, level])
 
 
 def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.int64]:

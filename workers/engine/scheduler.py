@@ -24,6 +24,9 @@ Int32s = npt.NDArray[np.int32]
 # A shared beginning shorter than this is cheaper to compute with its neighbours in one call than to copy, because
 # a prompt that starts from copied rows must be run alone (GroupQueryAttention takes a past only for single rows).
 MIN_REUSED_TOKENS = 32
+# The end of a prompt is not computed as a single token: a product with one row takes another kernel, which in int8
+# rounds otherwise, so that the same prompt would give other logits than in one piece.
+MIN_LAST_TOKENS = 2
 # Rows of different length share a prefill call as long as the padding adds no more than this to the tokens computed.
 MAX_PADDING_RATIO = 1.1
 
@@ -85,7 +88,8 @@ def bucket_for(rows: int, buckets: Sequence[int]) -> int:
 def plan_prefill(rows: Sequence[PrefillRow], budget_tokens: int) -> list[PrefillCall]:
     """Spend at most `budget_tokens` on rows in the order given; the first row always gets a share.
 
-    rows: oldest request first. Whole short prompts in neighbouring slots are run in one call.
+    rows: oldest request first. Whole short prompts in neighbouring slots are run in one call. Where a prompt is cut,
+    its last piece keeps MIN_LAST_TOKENS, unless the budget is less.
     """
     calls: list[PrefillCall] = []
     left = budget_tokens
@@ -97,7 +101,9 @@ def plan_prefill(rows: Sequence[PrefillRow], budget_tokens: int) -> list[Prefill
         if left <= 0:
             break
         if row.past > 0 or row.remaining > left:
-            length = min(row.remaining, left)
+            length = _piece(row.remaining, left, must_move=not calls)
+            if not length:
+                break
             calls.append(PrefillCall(row.slot, (length,), row.past))
             planned.add(row.slot)
             left -= length
@@ -107,6 +113,15 @@ def plan_prefill(rows: Sequence[PrefillRow], budget_tokens: int) -> list[Prefill
         planned.update(member.slot for member in group)
         left -= max(member.remaining for member in group) * len(group)
     return calls
+
+
+def _piece(remaining: int, left: int, *, must_move: bool) -> int:
+    """How much of a prompt to compute with `left` tokens of the budget; 0: rather nothing than leave a last token."""
+    length = min(remaining, left)
+    if 0 < remaining - length < MIN_LAST_TOKENS:
+        shorter = remaining - MIN_LAST_TOKENS
+        return shorter if shorter > 0 or not must_move else length
+    return length
 
 
 def _grow_group(seed: PrefillRow, by_slot: dict[int, PrefillRow], planned: set[int], budget: int) -> list[PrefillRow]:

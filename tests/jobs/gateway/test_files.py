@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from jobs.gateway.uploads import MAX_FILENAME_CHARACTERS, shown_filename
@@ -353,16 +354,19 @@ def upload_and_measure(gateway: RunningGateway, folder: Path, *, megabytes: int,
         assert peak_bytes(url) < bound_bytes
 
 
-def peak_bytes(url: str) -> int:
-    """The largest resident set that the process which listens there has had."""
-    import psutil
-
+def listening_pid(url: str) -> int:
+    """The process that listens there."""
     port = int(url.rpartition(":")[2])
     (pid,) = {
         each.pid
         for each in psutil.net_connections("tcp")
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None
     }
-    status = Path(f"/proc/{pid}/status").read_text()
+    return pid
+
+
+def peak_bytes(url: str) -> int:
+    """The largest resident set that the process which listens there has had."""
+    status = Path(f"/proc/{listening_pid(url)}/status").read_text()
     (peak,) = (row.split()[1] for row in status.splitlines() if row.startswith("VmHWM"))
     return int(peak) * 1024

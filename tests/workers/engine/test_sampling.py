@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.engine.request import SamplingParameters
-from workers.engine.sampling import RowSampler, sample_rows
+from workers.engine.sampling import RowSampler, _best, sample_rows
 
 VOCAB_SIZE = 50
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB_SIZE).astype(np.float32)
@@ -68,6 +68,14 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_mass(top_p: float, seed: in
 
 def test_a_tiny_top_p_is_greedy() -> None:
     assert set(draw(sampler(temperature=2.0, top_p=1e-9, seed=1), 50)) == {int(LOGITS.argmax())}
+
+
+def test_candidates_of_top_k_stand_in_one_order_on_every_machine() -> None:
+    """Largest first, equal ones by id: else the same seed would draw another token elsewhere."""
+    weights = np.array([0.5, 1.0, 0.25, 0.5, 1.0, 0.5, 0.25], dtype=np.float32)
+    assert _best(weights, 4).tolist() == [1, 4, 0, 3]
+    assert _best(weights, 6).tolist() == [1, 4, 0, 3, 5, 2]
+    assert _best(weights, 1).tolist() == [1]
 
 
 def test_top_k_keeps_the_k_best() -> None:

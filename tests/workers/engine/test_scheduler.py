@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from workers.engine.scheduler import (
     MAX_PADDING_RATIO,
+    MIN_LAST_TOKENS,
     PrefillRow,
     bucket_for,
     decode_buckets,
@@ -60,6 +61,22 @@ def test_short_prompts_in_neighbouring_slots_share_a_call() -> None:
 def test_a_long_prompt_is_cut_to_the_budget() -> None:
     (call,) = plan_prefill([PrefillRow(3, 512, 1000), PrefillRow(4, 0, 10)], 256)
     assert (call.first_slot, call.past, call.lengths) == (3, 512, (256,))
+
+
+@given(ROWS, st.integers(2, 300))
+def test_no_prompt_ends_in_a_piece_of_one_token(rows: list[PrefillRow], budget: int) -> None:
+    """Turn after turn until all are computed: the last token is never left alone, and no turn goes by for nothing."""
+    left = {row.slot: row for row in rows if row.remaining >= MIN_LAST_TOKENS}
+    while left:
+        calls = plan_prefill(list(left.values()), budget)
+        assert calls
+        for call in calls:
+            for slot, length in enumerate(call.lengths, call.first_slot):
+                row = left.pop(slot)
+                assert 0 < length <= row.remaining
+                if length < row.remaining:
+                    assert row.remaining - length >= MIN_LAST_TOKENS
+                    left[slot] = PrefillRow(slot, row.past + length, row.remaining - length)
 
 
 @given(st.sets(st.integers(0, 63), min_size=1))
