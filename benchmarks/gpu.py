@@ -233,7 +233,7 @@ def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     at = time.perf_counter()
     with PathBench(artifact, given.max_rows, 0, engine=engine) as bench, watched_device() as device:
         start_s = round(time.perf_counter() - at, 2)
-        runs = []
+        runs: list[dict[str, Any]] = []
         for turn in range(given.repeat):
             device()
             rate = bench.requests_per_s(512, 128, 64, seed=turn, poll_s=0.02)

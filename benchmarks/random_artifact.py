@@ -22,7 +22,7 @@ from workers.models.weights import DATA_FILE, WeightWriter
 
 # Small enough that activations stay in range over any number of layers.
 _SCALE = 0.02
-_STRETCH = (1 << 24) + 4099  # a prime length, so that weights of the same shape differ
+_STRETCH = (1 << 24) + 1  # odd, as no weight's size is, so that weights of the same shape differ
 
 
 def write_random_artifact(folder: Path, name: str, model: ModelDescription, context_length: int) -> Artifact:

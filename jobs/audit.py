@@ -6,6 +6,7 @@ A replay asks what the attempt's record says was asked, its seed included, in a 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,17 +63,23 @@ class Replay:
     attempt: Mapping[str, Any]
 
 
-def audit_request(database: Database, named: str) -> RequestAudit:
-    """All about a request, by the id of its result line or as BATCH:custom_id. Raises AuditError: request_not_found."""
+def audit_request(database: Database, named: str, *, tenant: str | None = None) -> RequestAudit:
+    """All about a request, by the id of its result line or as BATCH:custom_id. Raises AuditError: request_not_found.
+
+    tenant: whose it must be; of what ran beside it, too, only that tenant's is shown.
+    """
     request_id = _resolve(database, named)
     with database.read() as connection:
         record = audit.find_request(connection, request_id)
-        if record is None:
+        if record is None or tenant not in (None, record.tenant):
             raise _not_found(named)
         attempts = [
             AttemptAudit(
                 values,
-                [(public_id(mate), custom_id) for mate, custom_id in audit.ran_beside(connection, values)],
+                [
+                    (public_id(mate), custom_id)
+                    for mate, custom_id in audit.ran_beside(connection, values, tenant=tenant)
+                ],
             )
             for values in queries.attempts_of(connection, request_id)
         ]
@@ -94,6 +101,9 @@ def describe(found: RequestAudit, *, with_text: bool) -> dict[str, object]:
         "model": record.model,
         "endpoint": record.endpoint,
         "tenant": record.tenant,
+        "door": record.door,
+        "api_key": record.api_key,
+        "api_key_name": record.api_key_name,
         "status": record.status.value,
         "submitted_at": record.created_at,
         "finished_at": record.finished_at,
@@ -222,10 +232,10 @@ def _attempt(attempt: AttemptAudit) -> dict[str, object]:
 
 def _resolve(database: Database, named: str) -> int:
     if named.startswith(ID_BEGINS):
-        try:
-            return int(named.removeprefix(ID_BEGINS), 16)
-        except ValueError:
-            raise _not_found(named) from None
+        number = named.removeprefix(ID_BEGINS)
+        if not re.fullmatch(r"[0-9a-f]{1,15}", number):  # what fits into a row id
+            raise _not_found(named)
+        return int(number, 16)
     batch_name, colon, custom_id = named.partition(":")
     if not colon:
         raise AuditError(

@@ -59,8 +59,8 @@ TAKERS = 4
 # How long one wait for a message lasts: also how late a door notices that it is to stop.
 TAKE_S = 1.0
 # A door that gave no sign for so long is dead: what it had in hand goes back to the queue.
-ALIVE_S = 30
-LOOK_AFTER_S = 5.0
+ALIVE_S = 10
+LOOK_AFTER_S = 2.0
 # Between two looks for answers, while some are awaited and while none are.
 ANSWER_S, IDLE_S = 0.05, 0.2
 SEND_AGAIN_S = 2.0

@@ -151,8 +151,10 @@ def show(named: str, full: bool, as_json: bool) -> int:
         now = database.now()
         with database.read() as connection:
             workers = queries.live_workers(connection, now, model=batch.model)
+            key = None if batch.api_key_id is None else queries.find_api_key_by_id(connection, batch.api_key_id)
     if as_json:
         described = steering.describe(batch) | {"workers": [worker.name for worker in workers]}
+        described |= {"api_key": key.public_id if key else None, "api_key_name": key.name if key else None}
         if summary is not None:
             described["failures"] = [
                 {"code": each.code, "requests": each.count, "first_line": each.example_line}
@@ -170,6 +172,7 @@ def show(named: str, full: bool, as_json: bool) -> int:
         ("model", f"{batch.model}, {len(workers)} worker{'s' if len(workers) != 1 else ''} at work"),
         ("name", batch.name or ""),
         ("tenant", batch.tenant if batch.tenant != "default" else ""),
+        ("came by", batch.door + (f", with the key {key.name} ({key.shown_prefix}...)" if key else "")),
         ("priority", str(batch.priority) if batch.priority else ""),
         ("submitted", instant(batch.created_at)),
         ("started", instant(batch.in_progress_at)),
@@ -318,6 +321,7 @@ def _print_audit(found: RequestAudit, text: bool) -> None:
         ("batch", f"{record.batch}, line {record.line}"),
         ("custom_id", record.custom_id or ""),
         ("model", f"{record.model}, {record.endpoint}"),
+        ("came by", record.door + (f", with the key {record.api_key_name}" if record.api_key else "")),
         ("status", record.status.value),
         ("error", f"{record.error_code}: {record.error_message}" if record.error_code else ""),
         ("submitted", instant(record.created_at)),

@@ -11,7 +11,7 @@ from typing import Any
 # The last so many are kept; `~` lets Redis drop them in whole blocks.
 MOST_LETTERS = 1000
 # What is kept of one, to see what it was.
-LETTER_BYTES = 8192
+LETTER_CHARACTERS = 8192
 
 _KEY = re.compile(rb"pm-[A-Za-z0-9_-]{16,}")
 
@@ -22,7 +22,7 @@ def bury(pipeline: Any, stream: str, entry: bytes, *, code: str, reason: str, en
         "code": code,
         "reason": reason,
         "bytes": len(entry),
-        "entry": _KEY.sub(b"pm-***", entry)[:LETTER_BYTES],
+        "entry": _KEY.sub(b"pm-***", entry).decode(errors="replace")[:LETTER_CHARACTERS],
     }
     if entry_id:
         fields["id"] = entry_id

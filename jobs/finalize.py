@@ -9,51 +9,92 @@ one of them publishes.
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
-from jobs.results import OutputError, write_results
+from jobs.results import OutputError, WritingStopped, write_results
 from storage import queries, transitions
 from storage.database import Database
-from storage.errors import StorageError
+from storage.errors import PromptmillError, StorageError
 from storage.queries import BatchRow
 from storage.transitions import NewFile
 
 log = structlog.get_logger(__name__)
 
 
-def finalize_batches(database: Database, files_dir: Path, now: float) -> list[int]:
-    """Publish all batches that wait for it. Returns their ids.
+class Finalizer:
+    """Publishes batches in a thread of its own: a million lines take a while, and everything else goes on meanwhile."""
+
+    def __init__(self, database: Database, files_dir: Path) -> None:
+        self._database = database
+        self._files_dir = files_dir
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def begin(self, now: float) -> None:
+        """Publish what waits for it, unless that is being done already. Raises StorageError."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if _waiting(self._database):
+            self._thread = threading.Thread(target=self._run, args=(now,), name="finalizer", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop; what is half written is written anew by whoever comes next."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, now: float) -> None:
+        try:
+            finalize_batches(self._database, self._files_dir, now, lambda: not self._stop.is_set())
+        except PromptmillError as error:
+            log.warning("batches_not_finalized", code=error.code, reason=error.message)
+        except Exception as error:
+            log.error("batches_not_finalized", exc_info=error)
+
+
+def finalize_batches(
+    database: Database, files_dir: Path, now: float, keep_on: Callable[[], bool] = lambda: True
+) -> list[int]:
+    """Publish all batches that wait for it. Returns their ids. keep_on: asked at each page; False stops.
 
     A disk that is full is logged and left for the next pass. Raises StorageError when the database cannot be reached.
     """
-    with database.read() as connection:
-        waiting = [
-            batch for batch in queries.unfinished_batches(connection) if queries.is_publishable(connection, batch)
-        ]
     published: list[int] = []
-    for batch in waiting:
+    for batch in _waiting(database):
         try:
-            if finalize_batch(database, batch, files_dir, now):
+            if finalize_batch(database, batch, files_dir, now, keep_on):
                 published.append(batch.id)
+        except WritingStopped:
+            break
         except OutputError as error:
             log.error("batch_not_finalized", batch=batch.public_id, code=error.code, reason=error.message)
     return published
 
 
-def finalize_batch(database: Database, batch: BatchRow, files_dir: Path, now: float) -> bool:
+def _waiting(database: Database) -> list[BatchRow]:
+    with database.read() as connection:
+        return [batch for batch in queries.unfinished_batches(connection) if queries.is_publishable(connection, batch)]
+
+
+def finalize_batch(
+    database: Database, batch: BatchRow, files_dir: Path, now: float, keep_on: Callable[[], bool] = lambda: True
+) -> bool:
     """Write a batch's files and publish them with its last status. False: somebody else was first.
 
-    Raises OutputError when the files cannot be written: the batch stays as it is.
+    Raises OutputError when the files cannot be written, WritingStopped when told to stop: the batch stays as it is.
     """
     if batch.is_interactive:
         return _publish(database, batch, None, None)
     files_dir.mkdir(parents=True, exist_ok=True)
     ended_at = batch.finalizing_at or batch.cancelling_at or now
     output = files_dir / f"{batch.public_id}-{ended_at:.0f}.jsonl"
-    written = write_results(database, batch.id, output)
+    written = write_results(database, batch.id, output, keep_on)
     assert written.output is not None, "a path was given"
     good = _describe(written.output, written.output_lines, f"{batch.public_id}_output.jsonl")
     bad = _describe(written.errors, written.error_lines, f"{batch.public_id}_error.jsonl") if written.errors else None

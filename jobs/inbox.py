@@ -53,8 +53,8 @@ READ_ENTRIES = 32
 # How long one wait for entries lasts: also how late a bridge notices that it is to stop.
 READ_S = 1.0
 # What a bridge has held for so long without a sign it has died with.
-CLAIM_S = 30.0
-CLAIM_EVERY_S = 5.0
+CLAIM_S = 15.0
+CLAIM_EVERY_S = 2.0
 ANSWER_S, IDLE_S = 0.05, 0.2
 SEND_AGAIN_S = 2.0
 AWAY_S = 1.0

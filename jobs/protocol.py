@@ -851,6 +851,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
         )
     if kind == "string_too_short":
         return refuse("empty_string", f'{param} is ""; write at least {bounds["min_length"]} character or remove it')
+    if kind == "string_pattern_mismatch":
+        return refuse("invalid_value", f"{param} is {show(value)}; write what matches {bounds['pattern']}")
     if kind == "literal_error":
         return refuse("invalid_value", f"{param} is {show(value)}; write {bounds['expected']}")
     if kind == "finite_number":

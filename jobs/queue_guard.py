@@ -1,7 +1,8 @@
 """The Celery consumer that survives malformed messages.
 
 Stock Celery 5.7 answers a message without an id with an endless reconnect loop, and one with a two-element body by
-putting it back and exiting, for ever: one such message stops every worker. Here it is rejected and logged.
+putting it back and exiting, for ever: one such message stops every worker. What is no message at all (not JSON, not an
+object, no properties) ends the process once, in kombu. Here all of them are dropped and logged.
 """
 
 from __future__ import annotations
@@ -12,15 +13,37 @@ from typing import Any
 import structlog
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
+from kombu.transport import TRANSPORT_ALIASES
+from kombu.transport.redis import Channel, Transport
 
-# What Celery raises while it takes a malformed message apart.
+# What Celery and kombu raise while they take a malformed message apart.
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError)
 
 log = structlog.get_logger(__name__)
 
 
+class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
+    """Drops what is no message. It has left its list by then, and is in no other."""
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except MALFORMED as error:
+            log.error("message_rejected", reason=f"{type(error).__name__}: {error}")
+            return True
+
+
+class GuardedTransport(Transport):  # type: ignore[misc]
+    Channel = GuardedChannel
+
+
 class GuardedConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
     """Rejects what it cannot take apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # kombu knows transports by these names alone; a URL with a socket would override any other setting.
+        TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:{GuardedTransport.__name__}"))
+        super().__init__(*args, **kwargs)
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         handle = super().create_task_handler(*args, **kwargs)

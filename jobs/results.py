@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +27,11 @@ from storage.queries import BatchRow, FailureCount, Percentiles, ResultRow
 STDOUT = "-"
 ERRORS_SUFFIX = ".errors.jsonl"
 BUFFER_BYTES = 1 << 20
+ASK_EVERY_LINES = 1000
+
+
+class WritingStopped(Exception):
+    """Whoever asked for the results wants them no more."""
 
 
 class OutputError(PromptmillError):
@@ -107,8 +112,11 @@ def check_output(output: str | Path, inputs: Iterable[Path] = ()) -> None:
             probe.unlink(missing_ok=True)
 
 
-def write_results(database: Database, batch_id: int, output: str | Path) -> WrittenResults:
-    """Write all results that a batch has so far. Raises OutputError."""
+def write_results(
+    database: Database, batch_id: int, output: str | Path, keep_on: Callable[[], bool] = lambda: True
+) -> WrittenResults:
+    """Write all results that a batch has so far. Raises OutputError; WritingStopped once `keep_on` says no, which is
+    asked now and then: the files in place are then as they were."""
     if str(output) == STDOUT:
         return _write_to_stdout(database, batch_id)
     output = Path(output)
@@ -119,7 +127,7 @@ def write_results(database: Database, batch_id: int, output: str | Path) -> Writ
     output = output.resolve() if output.is_symlink() else output
     errors = errors_path(output)
     with _explained(output), _replacing(output) as good_file, _replacing(errors) as bad_file:
-        good, bad = _write_lines(queries.results_in_order(database, batch_id), good_file.file, bad_file.file)
+        good, bad = _write_lines(queries.results_in_order(database, batch_id), good_file.file, bad_file.file, keep_on)
         # The output file last: who finds it may take the error file for final.
         if bad:
             bad_file.put_in_place()
@@ -149,7 +157,8 @@ def summarise(database: Database, batch_id: int) -> BatchSummary:
         failures = queries.failures_by_code(connection, batch_id)
         latencies = queries.latency_percentiles(connection, batch_id)
     ended_at = batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or database.now()
-    run_s = 0.0 if batch.in_progress_at is None else max(0.0, ended_at - batch.in_progress_at)
+    began_at = batch.created_at if batch.runs_early else batch.in_progress_at
+    run_s = 0.0 if began_at is None else max(0.0, ended_at - began_at)
     return BatchSummary(batch, run_s, failures, latencies)
 
 
@@ -160,9 +169,13 @@ def _write_to_stdout(database: Database, batch_id: int) -> WrittenResults:
     return WrittenResults(None, None, good, bad)
 
 
-def _write_lines(rows: Iterator[ResultRow], good_file: BinaryIO, bad_file: BinaryIO) -> tuple[int, int]:
+def _write_lines(
+    rows: Iterator[ResultRow], good_file: BinaryIO, bad_file: BinaryIO, keep_on: Callable[[], bool] = lambda: True
+) -> tuple[int, int]:
     good = bad = 0
     for row in rows:
+        if (good + bad) % ASK_EVERY_LINES == 0 and not keep_on():
+            raise WritingStopped
         line = render_result(row).encode() + b"\n"
         if row.status_code == 200:
             good_file.write(line)

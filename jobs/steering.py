@@ -98,6 +98,7 @@ def describe(batch: BatchRow) -> dict[str, object]:
         "id": batch.public_id,
         "name": batch.name,
         "tenant": batch.tenant,
+        "door": batch.door,
         "model": batch.model,
         "endpoint": batch.endpoint,
         "status": batch.status.value,
@@ -321,7 +322,12 @@ def retry_failed(database: Database, batch: BatchRow, *, window_s: float | None 
         expires_at = None if window_s is None else now + window_s
         return transitions.retry_batch(connection, batch.id, now, expires_at=expires_at)
 
-    return _move(database, move, batch)
+    moved = _move(database, move, batch)
+    while True:  # in parts; where we are stopped, sweep goes on
+        more = database.retry(lambda connection: transitions.continue_retry(connection, batch.id))
+        if more is None:
+            return moved
+        moved += more
 
 
 def set_urgency(

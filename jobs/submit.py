@@ -1,7 +1,9 @@
 """Input lines -> rows, committed in groups; the same input and parameters find the same batch again.
 
-A submission that was interrupted goes on after its last committed group when it is repeated. Lines already read are
-read again, because a later line's custom id may repeat one of theirs, but never written again.
+Lines may run as soon as they are committed, while later ones are still being read (`runs_early`): what is wrong with a
+line is known when it is written. A submission that was interrupted goes on after its last committed group when it is
+repeated. Lines already read are read again, because a later line's custom id may repeat one of theirs, but never
+written again.
 
 One question is answered once where that is the same to the user:
 - A batch that belongs to a job (`name`) takes over what earlier batches of that job have answered, line by line: same
@@ -101,7 +103,8 @@ def submit(
     """Write a batch's lines and start it, or find the batch that has them.
 
     Raises InputError when the input as a whole cannot be used: then no batch is left behind, except one that was begun
-    before the failure, which the same submission continues. InputError(idempotency_key_reused): another input or other
+    before the failure, which the same submission continues (an input that changed meanwhile: `failed`, with the answers
+    that it has by then). InputError(idempotency_key_reused): another input or other
     parameters were submitted under that key.
     """
     batch_options = batch_options or BatchOptions()
@@ -257,6 +260,7 @@ class _Writer:
             idempotency_key=options.idempotency_key,
             artifact_digest=options.artifact_digest or None,
             is_interactive=options.is_interactive,
+            runs_early=True,
         )
         return transitions.create_batch(connection, new, self.database.now()), 0
 

@@ -13,7 +13,7 @@ import structlog
 from celery import Celery
 
 from jobs.dispatch import top_up
-from jobs.finalize import finalize_batches
+from jobs.finalize import Finalizer, finalize_batches
 from jobs.queue import CLAIMED_WITHIN_S, QueueError, waiting_ids, was_emptied
 from jobs.settings import Settings, WorkerSettings
 from storage import queries, transitions
@@ -37,7 +37,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one pass did: requests, except where it says batches. ended: cancelled or expired."""
+    """What one pass did: requests, except where it says batches. ended: cancelled or expired.
+
+    finished_batches: those it published itself.
+    """
 
     expired_leases: int = 0
     lost_messages: int = 0
@@ -53,8 +56,10 @@ def retry_limits(settings: WorkerSettings) -> RetryLimits:
     return RetryLimits(max_attempts=settings.max_attempts, backoff_s=settings.retry_backoff_s)
 
 
-def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Swept:
-    """Make one pass. A queue that cannot be reached is logged and left for the next pass; the database's part is done.
+def sweep(database: Database, app: Celery, settings: Settings, now: float, finalizer: Finalizer | None = None) -> Swept:
+    """Make one pass. A queue that cannot be reached is logged and left for the next one; the database's part is done.
+
+    finalizer: publishes finished batches by itself; without one the pass ends with that.
 
     Raises StorageError when the database cannot be reached.
     """
@@ -65,6 +70,7 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Sw
     expired = _expire_leases(database, retry_limits(settings.worker), now)
     expired_batches = _expire_batches(database, batches, now)
     ended = _end_requests(database, now)
+    _continue_retries(database, batches)
     answered = _answer_duplicates(database, batches, now)
     _finish(database, now)
     lost = queued = 0
@@ -73,7 +79,11 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float) -> Sw
         queued = top_up(database, app, settings.queue, now)
     except QueueError as error:
         log.warning("queue_not_reached", code=error.code, reason=error.message)
-    finished = finalize_batches(database, settings.files_dir, now)  # last: a million lines take a while
+    finished: list[int] = []
+    if finalizer is None:
+        finished = finalize_batches(database, settings.files_dir, now)  # last: a million lines take a while
+    else:
+        finalizer.begin(now)
     return Swept(expired, lost, ended, answered, expired_batches, len(finished), queued)
 
 
@@ -121,6 +131,17 @@ def _end_requests(database: Database, now: float) -> int:
             if moved < STEP_ROWS:
                 break
     return ended
+
+
+def _continue_retries(database: Database, batches: Sequence[BatchRow]) -> None:
+    """What whoever asked for a retry did not come to."""
+    for batch in batches:
+        if batch.retry_from_line is None:
+            continue
+        for _ in range(MOST_STEPS):
+            with database.write() as connection:
+                if transitions.continue_retry(connection, batch.id) is None:
+                    break
 
 
 def _answer_duplicates(database: Database, batches: Sequence[BatchRow], now: float) -> int:

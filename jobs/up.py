@@ -24,6 +24,7 @@ import structlog
 
 from jobs.artifacts import FoundArtifact
 from jobs.dispatch import top_up
+from jobs.finalize import Finalizer
 from jobs.gpus import plan_gpus
 from jobs.queue import make_app
 from jobs.queue_server import QueueServer, open_queue_server
@@ -129,6 +130,7 @@ class Ticker:
         self._is_strict = is_strict
         self._top_up_every_s = top_up_every_s
         self._app = make_app(settings.queue)
+        self._finalizer = Finalizer(database, settings.files_dir)
         self._topped_up_at = -float("inf")
         self._swept_at = -float("inf")
         self._trouble: tuple[str, float] | None = None
@@ -145,7 +147,7 @@ class Ticker:
                 self._swept_at = steady
                 if self._server.ensure_running():
                     self._note("the queue server had died and was started again")
-                sweep(self._database, self._app, self._settings, now)  # tops up as well
+                sweep(self._database, self._app, self._settings, now, self._finalizer)  # tops up as well
             else:
                 top_up(self._database, self._app, self._settings.queue, now)
         except PromptmillError as error:
@@ -160,6 +162,7 @@ class Ticker:
         return self._trouble is None
 
     def close(self) -> None:
+        self._finalizer.close()
         self._app.close()
 
     def _log_trouble(self, error: PromptmillError, steady: float) -> None:

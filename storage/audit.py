@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from storage.models import RequestStatus
-from storage.transitions import ATTEMPTS, BATCHES, PREFIXES, REQUESTS, RESULTS
+from storage.transitions import API_KEYS, ATTEMPTS, BATCHES, PREFIXES, REQUESTS, RESULTS
 
 # Attempts are numbered as they end, so those that ran beside one lie near it. Far more than a worker holds at once.
 NEARBY_ATTEMPTS = 5000
@@ -17,12 +17,18 @@ NEARBY_ATTEMPTS = 5000
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request, its batch, and its result if it has one. body: without `prefix`, the text it begins with."""
+    """A request, its batch, and its result if it has one. body: without `prefix`, the text it begins with.
+
+    door, api_key: by which way it came, and with whose key; None: without one.
+    """
 
     id: int
     batch_id: int
     batch: str
     tenant: str
+    door: str
+    api_key: str | None
+    api_key_name: str | None
     model: str
     endpoint: str
     artifact_digest: str | None
@@ -64,9 +70,14 @@ def requests_named(connection: Connection, batch_id: int, custom_id: str) -> lis
     return list(connection.execute(found.order_by(REQUESTS.c.line)).scalars())
 
 
-def ran_beside(connection: Connection, attempt: Mapping[str, Any], limit: int = 1000) -> list[tuple[int, str | None]]:
-    """Requests that the same worker held during an attempt: (id, custom id), in the order in which they ended."""
-    rows = connection.execute(
+def ran_beside(
+    connection: Connection, attempt: Mapping[str, Any], limit: int = 1000, *, tenant: str | None = None
+) -> list[tuple[int, str | None]]:
+    """Requests that the same worker held during an attempt: (id, custom id), in the order in which they ended.
+
+    tenant: only of that one's.
+    """
+    found = (
         select(ATTEMPTS.c.request_id, REQUESTS.c.custom_id)
         .join_from(ATTEMPTS, REQUESTS, REQUESTS.c.id == ATTEMPTS.c.request_id)
         .where(
@@ -79,7 +90,9 @@ def ran_beside(connection: Connection, attempt: Mapping[str, Any], limit: int = 
         .order_by(ATTEMPTS.c.id)
         .limit(limit)
     )
-    return [(row.request_id, row.custom_id) for row in rows]
+    if tenant is not None:
+        found = found.join(BATCHES, BATCHES.c.id == REQUESTS.c.batch_id).where(BATCHES.c.tenant == tenant)
+    return [(row.request_id, row.custom_id) for row in connection.execute(found)]
 
 
 def last_attempts(connection: Connection, request_ids: Collection[int]) -> dict[int, Mapping[str, Any]]:
@@ -98,6 +111,9 @@ _RECORD = (
         REQUESTS.c.batch_id,
         BATCHES.c.public_id.label("batch"),
         BATCHES.c.tenant,
+        BATCHES.c.door,
+        API_KEYS.c.public_id.label("api_key"),
+        API_KEYS.c.name.label("api_key_name"),
         BATCHES.c.model,
         BATCHES.c.endpoint,
         BATCHES.c.artifact_digest,
@@ -123,6 +139,7 @@ _RECORD = (
         RESULTS.c.finished_at,
     )
     .join_from(REQUESTS, BATCHES, BATCHES.c.id == REQUESTS.c.batch_id)
+    .outerjoin(API_KEYS, API_KEYS.c.id == BATCHES.c.api_key_id)
     .outerjoin(PREFIXES, PREFIXES.c.id == REQUESTS.c.prefix_id)
     .outerjoin(RESULTS, RESULTS.c.request_id == REQUESTS.c.id)
 )

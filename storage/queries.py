@@ -406,6 +406,11 @@ def find_api_key(connection: Connection, sha256: str) -> ApiKeyRow | None:
     return None if row is None else ApiKeyRow(**row._mapping)
 
 
+def find_api_key_by_id(connection: Connection, key_id: int) -> ApiKeyRow | None:
+    row = connection.execute(select(API_KEYS).where(API_KEYS.c.id == key_id)).first()
+    return None if row is None else ApiKeyRow(**row._mapping)
+
+
 def list_api_keys(connection: Connection, tenant: str | None = None) -> list[ApiKeyRow]:
     """Keys in the order in which they were made. tenant: only of that one."""
     statement = select(API_KEYS).order_by(API_KEYS.c.id)

@@ -92,6 +92,9 @@ BATCH_MOVES: Mapping[BatchStatus, tuple[BatchStatus, ...]] = {
 
 # Rows for one statement; keeps memory small and stays below the drivers' bounds on parameters (32,766 in SQLite).
 STATEMENT_ROWS = 2000
+# Lines of a batch that one transaction of a retry goes through; about as many as a large submission's takes time for.
+RETRY_LINES = 5000
+NO_LINE = 2**31 - 1
 # What a failed attempt says when its request kept killing workers.
 POISON_PROMPT = "poison_prompt"
 QUOTAS = ("max_requests_per_minute", "max_queued_prompt_tokens", "max_running_batches", "max_storage_bytes")
@@ -546,6 +549,7 @@ def fail_batch(
     """
     told: dict[str, Any] = {"error_code": code, "error_message": storable(message), "errors": errors}
     _move_batch(connection, batch_id, BatchStatus.FAILED, failed_at=now, **told)
+    unqueue_batch(connection, batch_id)  # of one that runs early
     announce_end(connection, batch_id, BatchStatus.FAILED, now)
 
 
@@ -872,46 +876,20 @@ def prioritise_batch(
     connection.execute(_UNQUEUE_MODEL, {"model": batch.model})
 
 
-def retry_batch(
-    connection: Connection,
-    batch_id: int,
-    now: float,
-    *,
-    statuses: Collection[RequestStatus] = (RequestStatus.FAILED, RequestStatus.EXPIRED, RequestStatus.CANCELLED),
-    expires_at: float | None = None,
-) -> int:
+def retry_batch(connection: Connection, batch_id: int, now: float, *, expires_at: float | None = None) -> int:
     """Run the lines of an ended batch that have no answer once more: final -> pending, the batch -> in_progress.
 
     Lines that were refused on arrival stay as they are. Attempts are kept, and the result of a failed line stays until
-    the new one takes its place. expires_at: the new deadline; None keeps the old one unless it has passed. Returns how
-    many lines will run; for 0 nothing changed. Raises IllegalMove while the batch has not ended.
+    the new one takes its place. expires_at: the new deadline; None keeps the old one unless it has passed. A long batch
+    is gone through in parts, so that nobody waits long for the database: this call makes the first; follow with
+    `continue_retry` until it returns None. Returns how many lines of the first part will run; for 0 nothing changed, as
+    every line has its answer. Raises IllegalMove while the batch has not ended.
     """
     batch = _batch_for_update(connection, batch_id)
     if batch.status not in (BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED):
         raise IllegalMove(f"batch {batch_id} is {batch.status}: only what has ended can be retried")
-    wanted = [status.value for status in statuses if status is not RequestStatus.COMPLETED]
-    retriable = and_(REQUESTS.c.batch_id == batch_id, REQUESTS.c.status.in_(wanted), REQUESTS.c.body.is_not(None))
-    failed = connection.execute(
-        select(func.count()).where(retriable, REQUESTS.c.status == RequestStatus.FAILED.value)
-    ).scalar_one()
-    # What says only that a line never ran goes now: a first attempt looks for no result to replace.
-    never_ran = select(REQUESTS.c.id).where(retriable, REQUESTS.c.status != RequestStatus.FAILED.value)
-    connection.execute(delete(RESULTS).where(RESULTS.c.batch_id == batch_id, RESULTS.c.request_id.in_(never_ran)))
-    moved = _rowcount(
-        connection.execute(
-            update(REQUESTS)
-            .where(retriable)
-            .values(
-                status=RequestStatus.PENDING.value,
-                worker=None,
-                queued_at=None,
-                claimed_at=None,
-                lease_expires_at=None,
-                not_before=None,
-            )
-        )
-    )
-    if not moved:
+    first = connection.execute(_RETRIABLE.limit(1), {"batch": batch_id, "since": 0, "until": NO_LINE}).first()
+    if first is None:
         return 0
     deadline = expires_at
     if deadline is None and batch.expires_at is not None and batch.expires_at > now:
@@ -922,7 +900,7 @@ def retry_batch(
         BatchStatus.IN_PROGRESS,
         since=BatchStatus(batch.status),
         retried_at=now,
-        failed_requests=BATCHES.c.failed_requests - failed,
+        retry_from_line=first.line,
         expires_at=deadline,
         paused_at=None,
         finalizing_at=None,
@@ -931,7 +909,31 @@ def retry_batch(
         cancelling_at=None,
         cancelled_at=None,
     )
-    return moved
+    return continue_retry(connection, batch_id) or 0
+
+
+def continue_retry(connection: Connection, batch_id: int) -> int | None:
+    """The next part of a retry. Returns how many lines of it will run; None: there was none left, or the batch ends."""
+    batch = _batch_for_update(connection, batch_id)
+    since = batch.retry_from_line
+    if since is None or batch.status != BatchStatus.IN_PROGRESS:
+        return None
+    until = since + RETRY_LINES
+    rows = connection.execute(_RETRIABLE.with_for_update(), {"batch": batch_id, "since": since, "until": until}).all()
+    failed = sum(row.status == RequestStatus.FAILED for row in rows)
+    # What says only that a line never ran goes now: a first attempt looks for no result to replace.
+    never_ran = sorted(row.id for row in rows if row.status != RequestStatus.FAILED)
+    for part in _parts(never_ran):
+        connection.execute(_DROP_RESULTS, {"ids": part})
+    _return(connection, [row.id for row in rows], not_before=None)
+    left = select(REQUESTS.c.id).where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line >= until).limit(1)
+    is_last = connection.execute(left).first() is None
+    connection.execute(
+        update(BATCHES)
+        .where(BATCHES.c.id == batch_id)
+        .values(retry_from_line=None if is_last else until, failed_requests=BATCHES.c.failed_requests - failed)
+    )
+    return len(rows)
 
 
 # --- a batch ends ------------------------------------------------------------------------------------------------
@@ -1099,6 +1101,7 @@ def publish_batch(
         "output_file_id": _add_file(connection, output, batch, FilePurpose.BATCH_OUTPUT, now),
         "error_file_id": _add_file(connection, errors, batch, FilePurpose.BATCH_ERRORS, now),
         "paused_at": None,
+        "retry_from_line": None,
     }
     if batch.status == BatchStatus.CANCELLING:
         status = BatchStatus.CANCELLED
@@ -1198,8 +1201,10 @@ OPEN_BATCH = BATCHES.c.status.in_(
     ]
 )
 # What may be at its end: its counters say so.
-IS_FINISHABLE = (BATCHES.c.status == BatchStatus.IN_PROGRESS.value) & (
-    BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests
+IS_FINISHABLE = (
+    (BATCHES.c.status == BatchStatus.IN_PROGRESS.value)
+    & (BATCHES.c.total_requests <= BATCHES.c.completed_requests + BATCHES.c.failed_requests)
+    & BATCHES.c.retry_from_line.is_(None)
 )
 # What is cancelled, or expired, and still has requests to end.
 IS_ENDING = or_(
@@ -1213,7 +1218,10 @@ PENDING_SAME = and_(_is(RequestStatus.PENDING), REQUESTS.c.same_as.is_not(None))
 PENDING_KINDS = (PENDING_FRESH, PENDING_DELAYED, PENDING_SAME)
 # Batches whose requests may be queued and claimed.
 IS_AT_WORK = and_(
-    BATCHES.c.status == BatchStatus.IN_PROGRESS.value,
+    or_(
+        BATCHES.c.status == BatchStatus.IN_PROGRESS.value,
+        and_(BATCHES.c.status == BatchStatus.VALIDATING.value, BATCHES.c.runs_early),
+    ),
     BATCHES.c.paused_at.is_(None),
     or_(BATCHES.c.expires_at.is_(None), BATCHES.c.expires_at > bindparam("now")),
 )
@@ -1408,6 +1416,17 @@ _END_INTERACTIVE = (
         cancelled_at=case((_IS_CANCELLING, _NOW)),
         paused_at=None,
     )
+)
+_RETRIABLE = (
+    select(REQUESTS.c.id, REQUESTS.c.line, REQUESTS.c.status)
+    .where(
+        REQUESTS.c.batch_id == bindparam("batch"),
+        REQUESTS.c.line >= bindparam("since"),
+        REQUESTS.c.line < bindparam("until"),
+        _stands_at(RequestStatus.FAILED, RequestStatus.EXPIRED, RequestStatus.CANCELLED),
+        REQUESTS.c.body.is_not(None),
+    )
+    .order_by(REQUESTS.c.line)
 )
 _ISOLATE = update(REQUESTS).where(_IDS).values(isolation=bindparam("group_size"))
 _ANSWERED = (

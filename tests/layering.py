@@ -31,7 +31,7 @@ DOORS = {
         "jobs/gateway/state.py",
         "workers/",
     ),
-    "kombu": ("jobs/queue.py",),
+    "kombu": ("jobs/queue.py", "jobs/queue_guard.py"),
     "onnxruntime": ("workers/engine/", "workers/models/", "workers/probe.py"),
     "pynvml": ("workers/",),
     "fastapi": ("jobs/gateway/",),

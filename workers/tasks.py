@@ -204,6 +204,7 @@ def register_tasks(context: WorkerContext) -> None:
     def give_up(_state: object, request_ids: list[int]) -> dict[str, int]:
         """Runs in Celery's main thread, between two messages."""
         context.leases.give_up(request_ids)
+        log.info("requests_given_up", requests=len(request_ids))
         return {"ok": len(request_ids)}
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,9 @@ PROGRESS_PAUSE_S = 0.25
 HAND_BACK_S = 10.0
 # How often the engine's progress and the parent's life are looked at.
 WATCH_S = 1.0
+# A thread that comes back from the database or the model waits at most so long for the interpreter, not Python's 5 ms:
+# with the null engine 3,000 requests a second instead of 2,460.
+SWITCH_INTERVAL_S = 0.0005
 # The engine hangs or has died (EX_SOFTWARE).
 EXIT_ENGINE = 70
 # The GPU is lost or sick (EX_UNAVAILABLE): no use starting again on it before somebody has looked after it.
@@ -73,9 +77,8 @@ def run_worker(
     model: the name that lines use, by default the artifact's. parent_pid: drain when that process is gone. gpu: the
     device to run on. Raises PromptmillError when it cannot start; the worker's row, once there is one, then says why.
     """
-    import sys  # TRYOUT
 
-    sys.setswitchinterval(float(os.environ.get("SI", "0.005")))  # TRYOUT
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with open_database(settings.database.url) as database:
         upgrade_schema(database)
         artifact = load_artifact(artifact_path, check_digests=True)

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive
 
 from jobs import interactive, protocol
+from jobs.gateway.bodies import WHOLE
 from jobs.gateway.chunks import DONE, HEARTBEAT, Chunks, event
 from jobs.gateway.errors import SERVER_ERROR, ApiError, error_body
 from jobs.gateway.identity import KnownCaller
@@ -101,7 +102,7 @@ class SimpleQuestion(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     prompt: Annotated[str, Field(min_length=1)]
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
 
 
 class SimpleAnswer(BaseModel):

@@ -6,6 +6,7 @@ stand is therefore never one of those, or says `x-should-retry: false`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
 from jobs.protocol import show
 from jobs.queue import QueueError
@@ -173,12 +173,11 @@ def _of_http(error: HTTPException) -> ApiError:
 
 
 def _methods(http_request: Request) -> list[str]:
-    """All methods that some route takes at this path; the router itself names only one route's."""
+    """All methods that the API has at this path; the router itself names only one route's."""
     found: set[str] = set()
-    for route in http_request.app.routes:
-        match, _ = route.matches(http_request.scope)
-        if match is not Match.NONE:
-            found |= set(getattr(route, "methods", None) or ())
+    for template, operations in http_request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(template)), http_request.url.path):
+            found |= {method.upper() for method in operations}
     return sorted(found)
 
 

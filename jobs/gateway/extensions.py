@@ -175,11 +175,9 @@ def get_request(
         if "\0" in custom_id:
             raise not_found("request", request_id)
     try:
-        found = audit_request(gateway.database, request_id)
+        found = audit_request(gateway.database, request_id, tenant=caller.tenant)
     except AuditError:
         raise not_found("request", request_id) from None
-    if found.record.tenant != caller.tenant:
-        raise not_found("request", request_id)
     described = describe(found, with_text=text)
     described.setdefault("body", None)
     described.setdefault("response", None)

@@ -35,15 +35,24 @@ class _Given(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+# What `jobs/webhooks.py` checks, for the OpenAPI document.
+Url = Annotated[
+    str, Field(json_schema_extra={"format": "uri", "pattern": "^https?://", "maxLength": webhooks.LONGEST_URL})
+]
+EventNames = Annotated[
+    list[str], Field(json_schema_extra={"items": {"type": "string", "enum": list(webhooks.EVENTS)}, "minItems": 1})
+]
+
+
 class NewWebhook(_Given):
-    url: str
-    event_types: list[str]
+    url: Url
+    event_types: EventNames
     name: str | None = None
 
 
 class ChangedWebhook(_Given):
-    url: str | None = None
-    event_types: list[str] | None = None
+    url: Url | None = None
+    event_types: EventNames | None = None
     name: str | None = None
 
 
@@ -52,7 +61,7 @@ class Rotation(_Given):
 
 
 class TestedEvent(_Given):
-    event_type: str
+    event_type: Annotated[str, Field(json_schema_extra={"enum": list(webhooks.EVENTS)})]
 
 
 class _Answer(BaseModel):

@@ -171,12 +171,13 @@ def message(args: Any, *, headers: dict[str, Any] | None = None, **properties: A
 
 
 def test_malformed_messages_stop_no_worker(app: Celery, queue_url: str, queue_client: redis.Redis) -> None:
-    """Stock Celery 5.7 reconnects for ever over the first and exits for ever over the second."""
+    """Stock Celery 5.7 reconnects for ever over the first, exits for ever over the second and once over the last."""
     good = [[[1]], {}, {}]
     queue_client.lpush(BULK, message(good, headers={"task": RUN_CHUNK}))  # no id
     queue_client.lpush(BULK, message([[[2]], {}]))  # two elements instead of three
     queue_client.lpush(BULK, message(good, headers={"task": "unknown", "id": "x"}))
     queue_client.lpush(BULK, message("text"))
+    queue_client.lpush(BULK, b"garbage \x00\xff", "[]", "7", "", json.dumps({"body": "x"}))
     publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(10, 20)])
     with running_worker(queue_url) as process:
         wait_until(lambda: queue_client.llen("received") >= 10, what="the good messages' run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -30,6 +31,8 @@ NOW = 1_000_000.0
 LEASE_S = 60.0
 LIMITS = RetryLimits(max_attempts=2, backoff_s=1.0)
 LINES = 8
+# Written before the others, which come while these may run already.
+FIRST_LINES = 4
 # Lines 7 and 8 ask what lines 1 and 2 ask.
 TWINS = {7: 1, 8: 2}
 WORKERS = ("w1", "w2", "w3")
@@ -38,13 +41,17 @@ some_lines = st.sets(st.integers(0, LINES - 1), min_size=1)
 some_worker = st.sampled_from(WORKERS)
 
 
-def make_batch(database: Database, lines: int = LINES, twins: dict[int, int] | None = None) -> tuple[int, list[int]]:
-    twins = twins or {}
+def new_requests(first: int, last: int) -> list[NewRequest]:
+    return [NewRequest(line, f"c{line}", "{}", same_as=TWINS.get(line)) for line in range(first, last + 1)]
+
+
+def make_batch(database: Database, lines: int) -> tuple[int, list[int]]:
     with database.write() as connection:
         new = NewBatch("batch_1", "f" * 64, "/v1/chat/completions", "tiny")
         batch_id = transitions.create_batch(connection, new, NOW)
-        requests = [NewRequest(line, f"c{line}", "{}", same_as=twins.get(line)) for line in range(1, lines + 1)]
-        transitions.add_requests(connection, batch_id, requests)
+        transitions.add_requests(
+            connection, batch_id, [NewRequest(line, f"c{line}", "{}") for line in range(1, lines + 1)]
+        )
         transitions.start_batch(connection, batch_id, NOW)
         ids = connection.execute(
             select(REQUESTS.c.id).where(REQUESTS.c.batch_id == batch_id).order_by(REQUESTS.c.line)
@@ -75,11 +82,50 @@ class Interleavings(RuleBasedStateMachine):
         with database.write() as connection:
             for table in ("attempts", "results", "requests", "batches"):
                 connection.execute(text(f"DELETE FROM {table}"))
-        self.batch_id, self.ids = make_batch(database, twins=TWINS)
+            new = NewBatch("batch_1", "f" * 64, "/v1/chat/completions", "tiny", runs_early=True)
+            self.batch_id = transitions.create_batch(connection, new, NOW)
+        self.written = 0
+        self.write_lines(FIRST_LINES)
         self.now = NOW
         # All that each worker ever held and has not given up by itself: it may believe in it for ever.
         self.believed: dict[str, list[ClaimedRequest]] = {worker: [] for worker in WORKERS}
         self.completed: set[int] = set()  # by a worker
+
+    @property
+    def ids(self) -> list[int]:
+        """By line; those of lines that are not written yet are nobody's."""
+        with self.database.read() as connection:
+            rows = connection.execute(select(REQUESTS.c.id).order_by(REQUESTS.c.line)).scalars().all()
+        return [*rows, *range(-LINES + len(rows), 0)]
+
+    # --- whoever submits
+
+    def write_lines(self, count: int) -> None:
+        with self.database.write() as connection:
+            lines = new_requests(self.written + 1, self.written + count)
+            assert transitions.add_requests(connection, self.batch_id, lines) == count
+        self.written += count
+
+    @rule(count=st.integers(1, 2))
+    def submit_more(self, count: int) -> None:
+        """As long as the batch takes lines; also one that was there before, by a submission that is repeated."""
+        count = min(count, LINES - self.written)
+        batch = self.batch()
+        if batch.status is BatchStatus.VALIDATING:
+            if count:
+                self.write_lines(count)
+            else:
+                with self.database.write() as connection:
+                    again = transitions.add_requests(connection, self.batch_id, new_requests(1, LINES))
+                    assert again == 0
+                    transitions.start_batch(connection, self.batch_id, self.now)
+        elif count:
+            try:
+                with self.database.write() as connection:
+                    transitions.add_requests(connection, self.batch_id, new_requests(self.written + 1, LINES))
+            except IllegalMove:
+                return
+            raise AssertionError(f"a batch that is {batch.status} took lines")
 
     def batch(self) -> queries.BatchRow:
         with self.database.read() as connection:
@@ -107,7 +153,7 @@ class Interleavings(RuleBasedStateMachine):
                 transitions.queue_requests(connection, ids, self.now)
             claimed = transitions.claim_requests(connection, ids, worker=worker, lease_s=LEASE_S, now=self.now)
         if claimed:
-            assert batch.status is BatchStatus.IN_PROGRESS
+            assert batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
             assert batch.paused_at is None
             assert batch.expires_at is None or batch.expires_at > self.now
             smallest = min((c.isolation for c in claimed if c.isolation), default=LINES)
@@ -151,6 +197,15 @@ class Interleavings(RuleBasedStateMachine):
         assert not set(released) & self.completed
         self.believed[worker] = []
 
+    @rule(worker=some_worker)
+    def stop(self, worker: str) -> None:
+        """The worker has seen, rightly or not, that the batch ends, and runs nothing of it any more."""
+        held = {claimed.id: claimed.attempt for claimed in self.believed[worker]}
+        with self.database.write() as connection:
+            stopped = transitions.stop_requests(connection, held, worker=worker, now=self.now)
+        assert not set(stopped) & self.completed
+        assert not stopped or self.batch().status in (BatchStatus.CANCELLING, BatchStatus.FINALIZING)
+
     @rule(worker=some_worker, exit_code=st.sampled_from([-9, 70]), was_stopped=st.booleans())
     def die(self, worker: str, exit_code: int, was_stopped: bool) -> None:
         with self.database.write() as connection:
@@ -186,6 +241,11 @@ class Interleavings(RuleBasedStateMachine):
     def retry(self) -> None:
         self.steer(transitions.retry_batch)
 
+    @rule()
+    def go_on_retrying(self) -> None:
+        with self.database.write() as connection:
+            transitions.continue_retry(connection, self.batch_id)
+
     @precondition(lambda self: self.now > NOW + 60)
     @rule(seconds=st.sampled_from([-1.0, 20.0]), priority=st.integers(-1, 1))
     def prioritise(self, seconds: float, priority: int) -> None:
@@ -214,7 +274,7 @@ class Interleavings(RuleBasedStateMachine):
             results = Counter(connection.execute(select(RESULTS.c.request_id)).scalars())
             tries = connection.execute(select(ATTEMPTS.c.request_id, ATTEMPTS.c.number, ATTEMPTS.c.outcome)).all()
         was_retried = self.batch().retried_at is not None
-        assert len(requests) == LINES
+        assert len(requests) == self.written
         for row in requests:
             assert results[row.id] <= 1
             if row.status in FINAL:
@@ -236,21 +296,23 @@ class Interleavings(RuleBasedStateMachine):
         batch = self.batch()
         with self.database.read() as connection:
             counts = queries.count_requests(connection, self.batch_id)
-        assert batch.total_requests == sum(counts.values()) == LINES
+        assert batch.total_requests == sum(counts.values()) == self.written
         assert batch.completed_requests == counts.get(RequestStatus.COMPLETED, 0)
         assert batch.failed_requests == counts.get(RequestStatus.FAILED, 0)
         assert batch.prompt_tokens >= 10 * len(self.completed)
         if batch.is_final:
-            assert sum(counts.get(RequestStatus(status), 0) for status in FINAL) == LINES
+            assert sum(counts.get(RequestStatus(status), 0) for status in FINAL) == self.written
 
     def teardown(self) -> None:
         """Whatever happened: going on with one healthy worker ends the batch, each line with one result."""
+        while self.batch().status is BatchStatus.VALIDATING:
+            self.submit_more(LINES)
         for _ in range(4 * LINES):
             self.now += 2 * LEASE_S
             self.steer(transitions.resume_batch)
             with self.database.write() as connection:
                 sweep(connection, self.batch_id, self.now)
-                for request_id in self.ids:  # one by one: isolation is kept by itself
+                for request_id in self.ids[: self.written]:  # one by one: isolation is kept by itself
                     transitions.queue_requests(connection, [request_id], self.now)
                     held = transitions.claim_requests(
                         connection, [request_id], worker="last", lease_s=LEASE_S, now=self.now
@@ -262,13 +324,15 @@ class Interleavings(RuleBasedStateMachine):
             if self.batch().is_final:
                 break
         assert self.batch().is_final
-        assert len(list(queries.results_in_order(self.database, self.batch_id))) == LINES
+        assert len(list(queries.results_in_order(self.database, self.batch_id))) == self.written
 
 
 def sweep(connection: Connection, batch_id: int, now: float) -> None:
     transitions.expire_leases(connection, now, limits=LIMITS)
     transitions.expire_batches(connection, now)
     transitions.end_requests(connection, batch_id, now)
+    while transitions.continue_retry(connection, batch_id) is not None:
+        pass
     transitions.answer_duplicates(connection, batch_id, now)
     transitions.finish_batches(connection, now)
     batch = queries.find_batch_by_id(connection, batch_id)
@@ -277,10 +341,11 @@ def sweep(connection: Connection, batch_id: int, now: float) -> None:
         transitions.publish_batch(connection, batch_id, now, output=None, errors=None)
 
 
-def test_no_order_of_events_loses_or_doubles_a_result(database: Database) -> None:
+def test_no_order_of_events_loses_or_doubles_a_result(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transitions, "RETRY_LINES", 3)
     run_state_machine_as_test(
         lambda: Interleavings(database),
-        settings=hypothesis_settings(max_examples=20, stateful_step_count=25, deadline=None),
+        settings=hypothesis_settings(max_examples=20, stateful_step_count=30, deadline=None),
     )
 
 

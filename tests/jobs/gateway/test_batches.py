@@ -8,6 +8,7 @@ import signal
 import time
 from typing import Any
 
+import httpx2  # what the SDK speaks HTTP with
 import openai
 import pytest
 
@@ -313,7 +314,7 @@ class TestCreate:
             if answer.request.method == "POST" and answer.request.url.path == "/v1/batches":
                 posts.append(answer.status_code)
                 if len(posts) == 1:
-                    raise OSError("the connection broke")
+                    raise httpx2.ReadError("the connection broke", request=answer.request)
 
         losing = openai.DefaultHttpxClient(event_hooks={"response": [lose_the_first]})
         with shared_gateway.client(tenant, http_client=losing) as client:

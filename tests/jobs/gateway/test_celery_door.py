@@ -234,6 +234,26 @@ def test_a_message_that_comes_twice_is_one_request(
     assert len(list(sqlite_doors.files_dir.glob("upload-*"))) == 1
 
 
+def test_what_a_dead_door_had_in_its_hands_another_takes_up(
+    sqlite_settings: Settings,
+    sqlite_database: Database,
+    send: Send,
+    queue_client: redis.Redis,
+) -> None:
+    """In the order in which it came, and before what came later."""
+    key = make_key(sqlite_database, tenant="acme", name="app").key
+    sent = [send(chat(key, f"call {n}", temprature=n)) for n in range(4)]
+    dead = celery_door.TAKEN + "dead"
+    for _ in range(3):
+        queue_client.lmove(celery_door.QUEUE, dead, "RIGHT", "LEFT")
+    queue_client.sadd(celery_door.NAMES, "dead")
+    for _ in _doors(sqlite_settings):
+        assert all("unknown_parameter" in each.result() for each in sent)
+        assert not queue_client.exists(dead)
+        wait_until(lambda: not queue_client.sismember(celery_door.NAMES, "dead"), what="the end of the dead one")
+
+
+@pytest.mark.drill
 def test_a_killed_door_loses_no_task(
     sqlite_settings: Settings, sqlite_database: Database, send: Send, start_worker: StartWorker
 ) -> None:
@@ -241,7 +261,7 @@ def test_a_killed_door_loses_no_task(
     start_worker(sqlite_settings)
     key = make_key(sqlite_database, tenant="acme", name="app").key
     results: list[Sent] = []
-    for _ in range(3):
+    for _ in range(4):
         with door_process(sqlite_settings) as process:
             results += [send(chat(key, f"call {len(results) + n}")) for n in range(40)]
             newest = results[-40:]
@@ -294,12 +314,13 @@ def test_a_request_whose_time_is_over_raises_a_timeout(
 
 
 def test_a_tenants_queued_tokens_bound_this_door_too(
-    sqlite_doors: Settings, sqlite_database: Database, send: Send
+    sqlite_doors: Settings, sqlite_database: Database, send: Send, queue_client: redis.Redis
 ) -> None:
     with sqlite_database.write() as connection:
         set_quotas(connection, "acme", {"max_queued_prompt_tokens": 60, "max_running_batches": 0})
     key = make_key(sqlite_database, tenant="acme", name="app").key
     send(chat(key, "x" * 80))
+    wait_until(lambda: queue_client.hlen(celery_door.OPEN) == 1, what="the first one")
     error = send(chat(key, "y" * 80)).result()
     assert error.startswith("RuntimeError: token_limit_exceeded: ")
     error = send({"token": key, "lines": [chat_line("a")]}, celery_door.SUBMIT_BATCH).result()

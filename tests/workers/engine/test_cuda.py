@@ -1,4 +1,4 @@
-"""The CUDA runner: its layout of control memory on a pretended device, and right answers on a real one.
+"""The CUDA runner: its layout of control memory on a pretended device. Answers of a real one: test_on_device.py.
 
 The pretended device keeps "device" memory on the host and computes the hash model of fake_runner.py from nothing but
 the addresses that the runner bound, replaying captured graphs with the binding they were captured with. Samplers run
@@ -6,14 +6,10 @@ for real, on the CPU.
 """
 
 import ctypes
-import dataclasses
 import enum
 import itertools
-import json
-import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,25 +19,25 @@ import onnx
 import onnxruntime
 import pytest
 
+from jobs.settings import EngineSettings
+from tests.checkpoints import DESCRIPTION, random_weights, save_huggingface
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
 from workers.engine import cuda
 from workers.engine.blocks import block_size_for
-from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths, upload_weights
+from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths
+from workers.engine.opening import open_engine
 from workers.engine.paged_engine import PagedEngine
-from workers.engine.request import Completion, GenerationRequest, SamplingParameters
+from workers.engine.request import GenerationRequest, SamplingParameters
 from workers.engine.sampling import RowSampler
-from workers.models.checkpoint import open_checkpoint
+from workers.models.artifact import Artifact
+from workers.models.convert import convert
 from workers.models.cuda_graph import (
     build_decoder_graph,
     build_sampler_graph,
-    stored_weights,
     weight_shapes,
 )
 from workers.models.description import ModelDescription
 from workers.models.errors import UnsupportedModel
-from workers.models.weights import DATA_FILE, write_weights
-
-STORIES = Path(os.environ.get("STORIES260K", Path(__file__).parents[4] / "shared" / "data" / "stories260K"))
 
 TINY = ModelDescription(
     architecture="llama",
@@ -350,6 +346,53 @@ def test_the_cache_takes_what_is_free_unless_told_otherwise(device: PretendedCud
     runner.close()
 
 
+# --- from an artifact --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """A random one in float32, which is rounded as it is loaded; converted before the device is pretended."""
+    monkeypatch.setattr("workers.engine.opening.load_libraries", lambda: None)
+    source = save_huggingface(tmp_path / "source", DESCRIPTION, random_weights(DESCRIPTION))
+    return convert(str(source), tmp_path / "artifact", dtype="float32", cache=tmp_path)
+
+
+def test_an_artifact_becomes_a_running_engine_and_leaves_nothing_behind(
+    artifact: Artifact, device: PretendedCuda
+) -> None:
+    """Weights, cache, streams, events: who closes the engine gives all of it back."""
+    heard: list[tuple[str, int, int]] = []
+    settings = EngineSettings(max_batch_size=4, shared_prefix_tokens="16,4096", kv_cache_mib=1)
+    engine = open_engine(artifact, settings, "cuda", lambda *progress: heard.append(progress))
+    assert isinstance(engine, PagedEngine)
+    assert (engine.max_batch_size, engine.context_length) == (4, artifact.context_length)
+    asked = [engine.submit(GenerationRequest([n, 5], SamplingParameters(9, ignore_eos=True))) for n in range(9)]
+    for n, future in enumerate(asked):
+        assert list(future.result(60).completion_token_ids) == continuation([n, 5], 9)[0]
+    engine.close()
+    assert not device.memory and not device.objects
+    stages = [stage for stage, _, _ in heard]
+    assert stages[0] == "loading the model" and stages[-1] == "warming up"
+    assert all(done <= total for _, done, total in heard)
+
+
+def test_a_model_too_large_for_the_device_is_refused_with_the_sizes(artifact: Artifact, device: PretendedCuda) -> None:
+    device.free_bytes = cuda.RESERVED_BYTES + 1000
+    with pytest.raises(cuda.CudaError, match="the weights take 0 MiB, and 0 MiB of the GPU's") as caught:
+        open_engine(artifact, EngineSettings(max_batch_size=4), "cuda")
+    assert caught.value.code == "not_enough_memory"
+    assert not device.memory
+
+
+def test_weights_that_cannot_be_loaded_leave_nothing_behind(
+    artifact: Artifact, device: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cudaMemcpy", lambda *_: (Error.cudaErrorMemoryAllocation,))
+    with pytest.raises(cuda.CudaError, match="cudaMemcpy failed"):
+        open_engine(artifact, EngineSettings(max_batch_size=4), "cuda")
+    assert not device.memory
+
+
 # --- graphs ------------------------------------------------------------------------------------------------------
 
 
@@ -458,110 +501,3 @@ def test_the_sampler_draws_what_the_cpu_flavour_draws(with_extras: bool) -> None
             assert answers[3][row, :3] == pytest.approx([value for _, value in logprobs.top], abs=1e-4)
         for row, (token, _) in enumerate(wanted):
             said[row].append(token)
-
-
-# --- a real device -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stories(tmp_path: Path) -> Iterator[tuple[ModelDescription, dict[str, np.ndarray], list[dict[str, Any]]]]:
-    """A trained checkpoint in float16, and the float32 reference's greedy answers."""
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers() or not _has_device():
-        pytest.skip("no NVIDIA GPU, or ONNX Runtime cannot use it")
-    if not STORIES.is_dir():
-        pytest.skip(f"no checkpoint at {STORIES}")
-    checkpoint = open_checkpoint(STORIES)
-    entries = write_weights(checkpoint, "float16", 512, tmp_path / DATA_FILE, lambda done, total: None)
-    weights = {name: np.array(values) for name, values in stored_weights(entries, tmp_path, "float16")}
-    yield checkpoint.description, weights, [json.loads(line) for line in (STORIES / "greedy.jsonl").open()]
-
-
-def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens up to the first difference."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _ask_all(engine: PagedEngine, prompts: list[list[int]], **sampling: Any) -> list[Completion]:
-    futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(**sampling))) for prompt in prompts]
-    return [future.result(60) for future in futures]
-
-
-@pytest.mark.gpu
-def test_stories_are_told_on_the_device_as_in_float32(stories: Any) -> None:
-    """Twelve prompts at once against the reference: log probabilities within 2e-2, and most answers to the last token.
-
-    float16 rounds near ties the other way now and then (982 to 1076 of 1152 tokens agreed before a first difference).
-    """
-    description, weights, asked = stories
-    uploaded = upload_weights(description, 512, weights.items())
-    runner = CudaRunner(
-        description, uploaded.tensors, dtype="float16", rotary_length=512, max_rows=16, context_length=512
-    )
-    engine = PagedEngine(runner, stop_token_ids=[1, 2])
-    agreeing = total = 0
-    for case in asked:
-        wanted = case["completion_token_ids"]
-        (answer,) = _ask_all(engine, [case["prompt_token_ids"]], max_tokens=max(1, len(wanted)), logprobs=1)
-        same = _agreement(answer.completion_token_ids, wanted)
-        assert answer.logprobs is not None
-        for entry, logprob in list(zip(answer.logprobs, case["logprobs"], strict=False))[:same]:
-            assert entry.logprob == pytest.approx(logprob, abs=2e-2)
-        agreeing += same
-        total += len(wanted)
-    engine.close()
-    uploaded.close()
-    assert agreeing >= 0.8 * total
-
-
-@pytest.mark.gpu
-def test_a_prefix_read_once_changes_no_more_than_rounding(stories: Any) -> None:
-    """Rows over a shared prefix of 256 tokens, merged through the virtual token, against plain attention.
-
-    The checkpoint's KV heads are doubled, which changes nothing but what the prefix decoder needs.
-    """
-    description, weights, asked = stories
-    groups = description.num_heads // description.num_kv_heads
-    doubled = dataclasses.replace(description, num_kv_heads=description.num_heads)
-    for layer in range(description.num_layers):
-        name = f"layers.{layer}.attention.qkv.weight"
-        query, *others = np.split(weights[name], [description.query_size, description.query_size + description.kv_size])
-        heads = [part.reshape(description.num_kv_heads, description.cache_head_dim, -1) for part in others]
-        repeated = [np.repeat(part, groups, axis=0).reshape(description.query_size, -1) for part in heads]
-        weights[name] = np.concatenate([query, *repeated])
-    uploaded = upload_weights(doubled, 512, weights.items())
-    runner = CudaRunner(
-        doubled,
-        uploaded.tensors,
-        dtype="float16",
-        rotary_length=512,
-        max_rows=64,
-        context_length=512,
-        prefix_tokens=(256,),
-        prefix_min_rows=8,
-    )
-    engine = PagedEngine(runner, stop_token_ids=[])
-    tale = [token for case in asked for token in case["prompt_token_ids"] + case["completion_token_ids"]]
-    prompts = [tale[:256] + tale[300 + 7 * n : 320 + 8 * n] for n in range(40)]
-    answers = {}
-    for least_rows in (1000, 8):
-        runner.prefix_min_rows = least_rows
-        answers[least_rows] = _ask_all(engine, prompts, max_tokens=40, logprobs=0)
-    engine.close()
-    uploaded.close()
-    agreeing = 0
-    for plain, merged in zip(answers[1000], answers[8], strict=True):
-        same = _agreement(plain.completion_token_ids, merged.completion_token_ids)
-        assert plain.logprobs is not None and merged.logprobs is not None
-        for one, other in list(zip(plain.logprobs, merged.logprobs, strict=True))[:same]:
-            assert one.logprob == pytest.approx(other.logprob, abs=5e-2)
-        agreeing += same
-    assert agreeing >= 0.9 * 40 * 40
-
-
-def _has_device() -> bool:
-    try:
-        runtime = cuda._load_cuda()
-    except cuda.CudaError:
-        return False
-    error, count = runtime.cudaGetDeviceCount()
-    return error == runtime.cudaError_t.cudaSuccess and count > 0

@@ -1,0 +1,236 @@
+"""What every call passes through: refusals in one form, bounds, timeouts, measures, answers to all that is broken."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jobs.gateway.errors import render, translate
+from jobs.queue import QueueError
+from jobs.settings import Settings
+from storage.errors import InvalidRequest, PromptmillError, StorageError
+from tests.jobs.gateway.conftest import RunningGateway, changed, running_gateway
+
+ERROR_KEYS = {"message", "type", "param", "code"}
+
+
+@pytest.fixture(scope="module")
+def impatient(shared_settings: Settings) -> Iterator[RunningGateway]:
+    """A gateway that waits for nobody longer than a second."""
+    settings = changed(shared_settings, gateway={"receive_timeout_s": 1.0, "max_body_bytes": 20_000})
+    with running_gateway(settings) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def http(impatient: RunningGateway) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {impatient.key()}"}
+    with httpx.Client(base_url=impatient.url, headers=headers, trust_env=False) as client:
+        yield client
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which has all that SDKs look for."""
+    error = answer.json()["error"]
+    assert set(error) == ERROR_KEYS
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert answer.headers["x-request-id"]
+    return dict(error)
+
+
+def speak(gateway: RunningGateway, sent: bytes) -> bytes:
+    """Send bytes and read to the end."""
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while piece := connection.recv(65_536):
+            answer += piece
+        return answer
+
+
+class TestRefusals:
+    def test_unknown_routes_and_methods_answer_in_the_apis_form(self, http: httpx.Client) -> None:
+        answer = http.get("/v1/nothing")
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "route_not_found")
+        answer = http.put("/v1/files")
+        assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
+        assert answer.headers["allow"] == "GET, POST"
+        assert http.head("/v1/files").status_code == 405
+
+    def test_a_wrong_parameter_is_named(self, http: httpx.Client) -> None:
+        answer = http.get("/v1/batches?limit=many")
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "limit"
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"text"',
+            b"\xff\xfe",
+            b'{"a":' * 3000,
+            b"[" * 10_000,
+            b'{"input_file_id": "\\ud800"}',
+            b'{"priority": 1e400}',
+            b'{"priority": ' + b"9" * 5000 + b"}",
+        ],
+    )
+    def test_broken_json_is_a_400(self, http: httpx.Client, body: bytes) -> None:
+        answer = http.post("/v1/batches", content=body)
+        assert answer.status_code == 400
+        assert error_of(answer)["type"] == "invalid_request_error"
+
+    def test_a_body_that_is_too_large_or_compressed_is_refused(self, http: httpx.Client) -> None:
+        answer = http.post("/v1/batches", content=b" " * 20_001)
+        assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+        answer = http.post("/v1/batches", content=iter([b" " * 5000] * 10))
+        assert answer.status_code == 413
+        answer = http.post("/v1/batches", content=b"{}", headers={"content-encoding": "gzip"})
+        assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_content_encoding")
+
+    def test_the_callers_own_request_id_comes_back_if_it_can_be_logged(self, http: httpx.Client) -> None:
+        assert http.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        for odd in ("x" * 201, "täg".encode()):
+            answer = http.get("/healthz", headers={"x-request-id": odd})
+            assert answer.headers["x-request-id"].startswith("req_")
+
+    def test_no_key_is_a_401(self, impatient: RunningGateway) -> None:
+        for path in ("/v1/files", "/v1/batches", "/v1/requests/x", "/v1/batches/x/table"):
+            answer = httpx.get(f"{impatient.url}{path}", trust_env=False)
+            assert answer.status_code == 401
+            error_of(answer)
+
+    def test_statuses_become_the_sdks_exception_classes(self, impatient: RunningGateway) -> None:
+        stranger = openai.OpenAI(base_url=f"{impatient.url}/v1", api_key="pm-wrong", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.files.list()
+        with impatient.client(max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError) as missing:
+                client.files.retrieve("file-none")
+            assert missing.value.request_id
+            with pytest.raises(openai.BadRequestError):
+                client.files.list(limit=0)
+
+    @pytest.mark.parametrize(
+        ("error", "status", "repeats"),
+        [
+            (InvalidRequest("m", code="invalid_value", param="p"), 400, None),
+            (InvalidRequest("m", code="model_not_found"), 404, None),
+            (StorageError("password@host", code="database_unreachable", retryable=True), 503, "retry-after"),
+            (QueueError("password@host", code="queue_unreachable", retryable=True), 503, "retry-after"),
+            (StorageError("/etc/secret", code="database_error"), 500, "x-should-retry"),
+            (StorageError("batch 3 is failed", code="illegal_move"), 400, None),
+            (PromptmillError("m", code="batch_not_found"), 404, None),
+        ],
+    )
+    def test_our_own_failures_become_statuses_and_hosts_stay_inside(
+        self, error: PromptmillError, status: int, repeats: str | None
+    ) -> None:
+        refusal = translate(error)
+        answer = render(refusal)
+        assert answer.status_code == status
+        assert "password@host" not in refusal.message
+        assert "/etc/secret" not in refusal.message
+        assert repeats is None or repeats in answer.headers
+
+
+class TestBrokenClients:
+    def test_what_is_no_http_is_a_400(self, impatient: RunningGateway) -> None:
+        answer = speak(impatient, b"\x16\x03\x01 this is TLS\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == ERROR_KEYS
+
+    def test_headers_without_end_are_cut_off(self, impatient: RunningGateway) -> None:
+        answer = speak(impatient, b"GET /healthz HTTP/1.1\r\nX: " + b"a" * 100_000)
+        assert answer.startswith(b"HTTP/1.1 4")
+
+    def test_headers_that_do_not_come_are_not_waited_for(self, impatient: RunningGateway) -> None:
+        assert speak(impatient, b"GET /healthz HTT").startswith(b"HTTP/1.1 408")
+
+    def test_a_body_that_does_not_come_is_not_waited_for(self, impatient: RunningGateway) -> None:
+        head = (
+            f"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {impatient.key()}\r\n"
+            "Content-Length: 100\r\n\r\n{"
+        )
+        answer = speak(impatient, head.encode())
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"code":"request_timeout"' in answer
+
+    def test_slow_clients_do_not_hold_up_others(self, impatient: RunningGateway, http: httpx.Client) -> None:
+        host, _, port = impatient.url.removeprefix("http://").partition(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(50)]
+        try:
+            for connection in slow:
+                connection.sendall(b"POST /v1/files HTTP/1.1\r\n")
+            assert http.get("/healthz").status_code == 200
+        finally:
+            for connection in slow:
+                connection.close()
+
+
+class TestHealth:
+    def test_it_lives_and_is_ready(self, http: httpx.Client) -> None:
+        assert http.get("/healthz").json() == {"status": "ok"}
+        answer = http.get("/readyz")
+        assert answer.status_code == 200
+        assert answer.json() == {"status": "ok", "checks": {"database": "ok", "queue": "ok"}}
+
+    def test_it_is_not_ready_without_its_queue(self, sqlite_settings: Settings) -> None:
+        settings = changed(sqlite_settings, queue={"url": "redis://127.0.0.1:1/0"})
+        with running_gateway(settings) as gateway:
+            answer = httpx.get(f"{gateway.url}/readyz", trust_env=False)
+            assert answer.status_code == 503
+            assert answer.json() == {
+                "status": "unavailable",
+                "checks": {"database": "ok", "queue": "queue_unreachable"},
+            }
+            assert httpx.get(f"{gateway.url}/healthz", trust_env=False).status_code == 200
+            assert "promptmill_reachable" in httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+
+    def test_calls_are_measured_by_route_and_status(self, http: httpx.Client) -> None:
+        http.get("/v1/files/file-none")
+        http.get("/v1/nothing/at/all")
+        text = http.get("/metrics").text
+        assert 'promptmill_http_requests_total{method="GET",route="/v1/files/{file_id}",status="404"} ' in text
+        assert 'promptmill_http_requests_total{method="GET",route="none",status="404"} ' in text
+        assert 'promptmill_http_request_duration_seconds_bucket{le="0.1",method="GET",route="/healthz"}' in text
+        assert 'promptmill_batches{status="in_progress"} ' in text
+        assert 'promptmill_reachable{service="queue"} 1.0' in text
+        assert "file-none" not in text
+
+    def test_a_gateway_that_is_told_to_stop_ends_its_calls_first(self, sqlite_settings: Settings) -> None:
+        """An upload that is under way when SIGTERM comes is still answered."""
+        with running_gateway(sqlite_settings) as gateway:
+            going = threading.Event()
+
+            def pieces() -> Iterator[bytes]:
+                yield b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+                yield b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+                gateway.server.should_exit = True
+                going.set()
+                yield b"{}\r\n--x--\r\n"
+
+            answer = httpx.post(
+                f"{gateway.url}/v1/files",
+                content=pieces(),
+                headers={
+                    "authorization": f"Bearer {gateway.key()}",
+                    "content-type": "multipart/form-data; boundary=x",
+                },
+                trust_env=False,
+                timeout=60,
+            )
+            assert going.is_set()
+            assert answer.status_code == 200
