@@ -51,7 +51,7 @@ test-gpu: setup ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu
 
 drill: setup ## Kill everything at random times and count what is lost (about half an hour; JSON=FILE keeps the table)
-	@DRILL_JSON=$(JSON) $(BIN)/python -m pytest -m drill tests/drills
+	@DRILL_JSON=$(JSON) $(BIN)/python -m pytest -m drill
 
 bench: setup ## Measure the engine and the whole path beside llama.cpp (about ten minutes)
 	@$(BIN)/python -m benchmarks.cpu

@@ -1,6 +1,6 @@
 """Ask through the Celery door, from an application that has Celery (`pip install 'celery[redis]'`) and nothing else:
 
-    PROMPTMILL_KEY=pm-... python celery_app.py redis://127.0.0.1:6379/0 smollm2-135m-instruct "What is a mill?"
+    MILL_KEY=pm-... python celery_app.py redis://127.0.0.1:6379/0 smollm2-135m-instruct "What is a mill?"
 """
 
 import os
@@ -15,7 +15,7 @@ asked = app.send_task(
     "promptmill.generate",
     queue="promptmill.door",
     kwargs={
-        "token": os.environ["PROMPTMILL_KEY"],
+        "token": os.environ["MILL_KEY"],
         "custom_id": "from-celery",
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -24,7 +24,7 @@ asked = app.send_task(
     kwargsrepr="(a prompt)",  # else Celery puts the beginning of both prompt and key into the message's headers too
 )
 try:
-    response = asked.get(timeout=60)
+    response = asked.get(timeout=120)
 except (ValueError, PermissionError) as error:  # what was asked cannot be answered; the text begins with a code
     sys.exit(f"refused: {error}")
 except (RuntimeError, TimeoutError) as error:  # ours to repair, or out of time; asking again may help

@@ -14,7 +14,7 @@ from typing import Any
 
 from jobs.artifacts import FoundArtifact
 from jobs.export import answer_text
-from jobs.protocol import Endpoint, dump_json, load_body
+from jobs.protocol import RESULT_ID_BEGINS, Endpoint, dump_json, load_body, result_id
 from jobs.queue_server import open_queue_server
 from jobs.run import nobody_serves, see_through
 from jobs.settings import Settings
@@ -28,7 +28,8 @@ from storage.errors import PromptmillError
 from storage.models import AttemptOutcome
 from storage.transitions import NewBatch, NewRequest
 
-ID_BEGINS = "batch_req_"
+# How many answers one may have been handed on by: a job's batch, its earlier one, ...
+MOST_SOURCES = 100
 
 
 class AuditError(PromptmillError):
@@ -37,7 +38,10 @@ class AuditError(PromptmillError):
 
 @dataclass(frozen=True, slots=True)
 class AttemptAudit:
-    """One try. values: the columns of its row. mates: what its worker held besides, (id, custom id)."""
+    """One try. values: the columns of its row. mates: what its worker held besides, (id, custom id).
+
+    Of an answer that was taken from another request, artifact and parameters are those it was computed with.
+    """
 
     values: Mapping[str, Any]
     mates: list[tuple[str, str | None]]
@@ -75,19 +79,29 @@ def audit_request(database: Database, named: str, *, tenant: str | None = None) 
             raise _not_found(named)
         attempts = [
             AttemptAudit(
-                values,
+                _with_source(connection, values),
                 [
-                    (public_id(mate), custom_id)
+                    (result_id(mate), custom_id)
                     for mate, custom_id in audit.ran_beside(connection, values, tenant=tenant)
                 ],
             )
             for values in queries.attempts_of(connection, request_id)
         ]
-    return RequestAudit(public_id(request_id), record, attempts)
+    return RequestAudit(result_id(request_id), record, attempts)
 
 
-def public_id(request_id: int) -> str:
-    return f"{ID_BEGINS}{request_id:x}"
+def _with_source(connection: Connection, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An attempt's columns. What an answer that was handed on does not have itself is that of who computed it."""
+    source = values
+    for _ in range(MOST_SOURCES):
+        if source["source_request_id"] is None:
+            break
+        made = queries.attempts_of(connection, source["source_request_id"])
+        if not made:
+            break  # purged
+        source = made[-1]
+    of_source = {name: source[name] for name in ("artifact_digest", "parameters", "finish_reason")}
+    return {**values, **{name: value for name, value in of_source.items() if values[name] is None}}
 
 
 def describe(found: RequestAudit, *, with_text: bool) -> dict[str, object]:
@@ -165,7 +179,7 @@ def replay(
         said = "it was not run" if row is None else row.error_message
         raise AuditError(f"the replay of {found.request_id} failed: {said}", code="replay_failed")
     differences = _compare(record.response, row.response or "{}")
-    return Replay(batch.public_id, public_id(row.request_id), not differences, differences, attempts[-1])
+    return Replay(batch.public_id, result_id(row.request_id), not differences, differences, attempts[-1])
 
 
 def _give_up(settings: Settings, database: Database, batch_id: int) -> None:
@@ -226,28 +240,28 @@ def _attempt(attempt: AttemptAudit) -> dict[str, object]:
     if values.get("parameters"):
         values["parameters"] = json.loads(values["parameters"])
     if values.get("source_request_id") is not None:
-        values["source_request_id"] = public_id(values["source_request_id"])
+        values["source_request_id"] = result_id(values["source_request_id"])
     return values | {"ran_beside": [{"id": mate, "custom_id": custom_id} for mate, custom_id in attempt.mates]}
 
 
 def _resolve(database: Database, named: str) -> int:
-    if named.startswith(ID_BEGINS):
-        number = named.removeprefix(ID_BEGINS)
+    if named.startswith(RESULT_ID_BEGINS):
+        number = named.removeprefix(RESULT_ID_BEGINS)
         if not re.fullmatch(r"[0-9a-f]{1,15}", number):  # what fits into a row id
             raise _not_found(named)
         return int(number, 16)
     batch_name, colon, custom_id = named.partition(":")
     if not colon:
         raise AuditError(
-            f"{named} names no request; write {ID_BEGINS}... as result lines show it, or BATCH:custom_id",
+            f"{named} names no request; write {RESULT_ID_BEGINS}... as result lines show it, or BATCH:custom_id",
             code="request_not_found",
         )
     batch = find_batch(database, batch_name)
     with database.read() as connection:
-        ids = audit.requests_named(connection, batch.id, custom_id)
-    if not ids:
+        request_id = audit.request_named(connection, batch.id, custom_id)
+    if request_id is None:
         raise AuditError(f"{batch.public_id} has no request with the custom_id {custom_id}", code="request_not_found")
-    return ids[0]
+    return request_id
 
 
 def _not_found(named: str) -> AuditError:

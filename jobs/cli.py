@@ -36,6 +36,8 @@ STATUSES = (
     "cancelled",
 )
 
+PAUSED = "paused"  # no status of its own, but what `list` shows of a batch at work that is paused
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = Callable[..., Any]
@@ -67,6 +69,22 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 def fail(message: str) -> NoReturn:
     click.echo(f"error: {message}", err=True)
     raise SystemExit(EXIT_NOTHING_RAN)
+
+
+class Name(click.ParamType[str]):
+    """A text that names something: nothing at all, or white space, names nothing."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():
+            is_option = isinstance(param, click.Option)
+            named = param.opts[0] if param is not None and is_option else "the name"
+            fail(f"{named} is empty; write a name" + (", or leave it out" if is_option else ""))
+        return value
+
+
+NAME = Name()
 
 
 class Sections(click.Group):
@@ -121,7 +139,7 @@ _input_options = _options(
     click.option("--template", type=click.Path(path_type=Path), help="Jinja template over a table's columns."),
     click.option("--context", type=click.Path(path_type=Path), multiple=True, help="Text placed first in each prompt."),
     click.option("--system", default="", help="System message for each prompt."),
-    click.option("--id-column", help="Column that names each row. [custom_id, else id, else the row's number]"),
+    click.option("--id-column", type=NAME, help="Column that names each row. [custom_id, else id, else row number]"),
     click.option("--max-tokens", type=int, help="New tokens at most, where a line does not say."),
     click.option("--temperature", type=float, help="0 is greedy; where a line does not say. [1]"),
     click.option("--top-p", type=float),
@@ -159,11 +177,11 @@ def run(input_path: str, **given: Any) -> int:
 
 @cli.command()
 @_input_options
-@click.option("--name", help="The job's name: the same line of an earlier batch of that name is not computed again.")
+@click.option("--name", type=NAME, help="The job's name: lines that an earlier batch of it answered are not run again.")
 @click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
 @click.option("--deadline", help=_DEADLINE)
-@click.option("--tenant", default="default", show_default=True, help="Whose work it is; tenants share fairly.")
-@click.option("--idempotency-key", help="The same key gives the same batch; with another input it is refused.")
+@click.option("--tenant", type=NAME, default="default", show_default=True, help="Whose it is; tenants share fairly.")
+@click.option("--idempotency-key", type=NAME, help="The same key, the same batch; with another input it is refused.")
 @click.option("--again", is_flag=True, help="A new batch, even if the same was submitted before.")
 @click.option("--compute-all", is_flag=True, help="Also lines that an identical line, or an earlier batch, answers.")
 @click.option("--metadata", metavar="JSON", help="An object of yours, kept with the batch.")
@@ -181,7 +199,7 @@ def submit(input_path: str, **given: Any) -> int:
 
 
 @cli.command("list")
-@click.option("--status", type=click.Choice(STATUSES), help="Only those.")
+@click.option("--status", type=click.Choice((*STATUSES, PAUSED)), help="Only those that are listed as that.")
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The newest so many.")
 @_json_option
 @reports_errors
@@ -224,10 +242,14 @@ def watch(batch: str) -> int:
 @_batch_argument
 @click.option("--output", "-o", metavar="FILE", default="-", show_default=True, help="Where results go.")
 @click.option("--follow", "-f", is_flag=True, help="Lines as they land, until the batch has ended.")
-@click.option("--after", "cursor", type=int, default=0, metavar="CURSOR", help="Of --follow: from where it was left.")
+@click.option("--after", "cursor", type=int, default=0, metavar="CURSOR", help="Of --follow: go on where it stopped.")
 @reports_errors
 def results(batch: str, output: str, follow: bool, cursor: int) -> int:
-    """Write BATCH's result lines, in input order or as they land."""
+    """Write BATCH's result lines, in input order or as they land.
+
+    With --follow each line comes once. Interrupted, it names the cursor: how far it has come, in the order in which
+    results landed (no line number). --after takes it.
+    """
     from jobs import commands
 
     return commands.results(batch, output, follow, cursor)
@@ -239,7 +261,7 @@ def results(batch: str, output: str, follow: bool, cursor: int) -> int:
 @click.option("--format", "format_", type=click.Choice(("jsonl", "csv", "parquet")), help="[by extension, else jsonl]")
 @click.option("--input", "input_path", metavar="FILE", help="The batch's input: its columns stand beside the answers.")
 @click.option("--input-format", type=click.Choice(FORMATS), help="[by extension]")
-@click.option("--id-column", help="As it was given when the batch was submitted.")
+@click.option("--id-column", type=NAME, help="As it was given when the batch was submitted.")
 @reports_errors
 def export(batch: str, **given: Any) -> int:
     """Write BATCH as a table: JSONL, CSV or Parquet, beside the input's columns.
@@ -344,7 +366,7 @@ def purge(older_than: str, rows: bool, yes: bool) -> int:
 
 # --- access ------------------------------------------------------------------------------------------------------
 
-_tenant_option = click.option("--tenant", default="default", show_default=True, help="Whose.")
+_tenant_option = click.option("--tenant", type=NAME, default="default", show_default=True, help="Whose.")
 
 
 @cli.group()
@@ -353,7 +375,7 @@ def key() -> None:
 
 
 @key.command("create")
-@click.argument("name")
+@click.argument("name", type=NAME)
 @_tenant_option
 @click.option("--expires", metavar="WHEN", help="90d, 12h from now, or an ISO time. [never]")
 @_json_option
@@ -366,7 +388,7 @@ def create_key(name: str, tenant: str, expires: str | None, as_json: bool) -> in
 
 
 @key.command("list")
-@click.option("--tenant", help="Only of that one.")
+@click.option("--tenant", type=NAME, help="Only of that one.")
 @_json_option
 @reports_errors
 def list_keys(tenant: str | None, as_json: bool) -> int:
@@ -395,7 +417,7 @@ _QUOTA = "A number, or `none`."
 
 
 @tenant.command("set")
-@click.argument("name")
+@click.argument("name", type=NAME)
 @click.option("--weight", type=float, help="Twice the weight, twice the tokens while others wait. [1]")
 @click.option("--requests-per-minute", metavar="N", help=_QUOTA)
 @click.option("--queued-prompt-tokens", metavar="N", help=_QUOTA)
@@ -440,7 +462,7 @@ def add_webhook(url: str, tenant: str, events: tuple[str, ...], as_json: bool) -
 
 
 @webhook.command("list")
-@click.option("--tenant", help="Only of that one.")
+@click.option("--tenant", type=NAME, help="Only of that one.")
 @click.option("--deliveries", is_flag=True, help="Also the last deliveries of each.")
 @_json_option
 @reports_errors
@@ -468,8 +490,9 @@ def remove_webhook(named: str) -> int:
 @click.option("--model", "-m", metavar="ARTIFACT", help="What to serve. [the only one in the home's artifacts folder]")
 @click.option("--workers", type=click.IntRange(1, 64), help="So many worker processes, on the CPU. [1, or one a GPU]")
 @click.option("--gpus", metavar="WHICH", help="auto, all, none, or numbers and UUIDs: 0,1. [PROMPTMILL_WORKER_GPUS]")
+@click.option("--door", "has_doors", is_flag=True, help="Also take Celery tasks and inbox entries, as `door` does.")
 @reports_errors
-def up(model: str | None, workers: int | None, gpus: str | None) -> int:
+def up(model: str | None, workers: int | None, gpus: str | None, has_doors: bool) -> int:
     """Serve a model on this machine until told to stop.
 
     Queue server (if none is set), workers and periodic pass under one supervisor. Ctrl-C or SIGTERM drains: what fits
@@ -479,7 +502,7 @@ def up(model: str | None, workers: int | None, gpus: str | None) -> int:
 
     if workers is not None and gpus not in (None, "none"):
         fail(f"--workers {workers} is for workers on the CPU, and --gpus gives each GPU one; leave one of them out")
-    return commands.up(model, workers, gpus)
+    return commands.up(model, workers, gpus, has_doors)
 
 
 @cli.command()

@@ -27,16 +27,16 @@ from jobs.report import (
     facts,
     instant,
     progress_display,
-    standing,
     summary_table,
 )
-from jobs.results import STDOUT, render_result, summarise, write_results
+from jobs.results import STDOUT, WrittenResults, render_result, summarise, write_results
 from jobs.settings import Settings, load_settings
+from jobs.steering import standing
 from jobs.worker_process import serving_workers
 from storage import queries
 from storage.database import Database, check_schema, open_database, upgrade_schema
 from storage.errors import PromptmillError
-from storage.models import BatchStatus, WorkerStatus
+from storage.models import WorkerStatus
 from storage.queries import BatchRow, WorkerRow
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def run(input_path: str, given: Mapping[str, Any]) -> int:
     settings = _settings("run")
     console = Console(stderr=True, quiet=given["quiet"])
     artifact = find_artifact(given["model"], settings.artifacts_dir)
-    output = given["output"] or _default_output(input_path)
     options = _input_options(artifact.model, given)
     with open_source(input_path, settings.files_dir) as source, progress_display(console) as observer:
+        output = given["output"] or (STDOUT if input_path == STDIN else input_path + OUTPUT_SUFFIX)
         outcome = run_job(
             settings,
             source,
@@ -77,16 +77,13 @@ def run(input_path: str, given: Mapping[str, Any]) -> int:
             observer=observer,
         )
     console.print(summary_table(outcome.summary))
-    if outcome.written.output is not None:
-        console.print(f"answers: {outcome.written.output}", highlight=False, soft_wrap=True)
-    if outcome.written.errors is not None:
-        console.print(f"errors:  {outcome.written.errors}", highlight=False, soft_wrap=True)
+    _say_written(console, outcome.written)
     if outcome.is_interrupted:
         console.print("stopped; run the same command again to go on", highlight=False)
         return EXIT_INTERRUPTED
     if outcome.was_finished:
         console.print("the same input was run before with these settings: nothing was computed again", soft_wrap=True)
-    return EXIT_SOME_FAILED if outcome.summary.batch.failed_requests else EXIT_ALL_ANSWERED
+    return EXIT_ALL_ANSWERED if steering.is_all_answered(outcome.summary.batch) else EXIT_SOME_FAILED
 
 
 def submit(input_path: str, given: Mapping[str, Any]) -> int:
@@ -132,7 +129,7 @@ def submit(input_path: str, given: Mapping[str, Any]) -> int:
 
 def list_batches(status: str | None, limit: int, as_json: bool) -> int:
     with _database(_settings("list")) as database:
-        batches = steering.list_batches(database, status=BatchStatus(status) if status else None, limit=limit)
+        batches = steering.list_batches(database, stands=status, limit=limit)
         now = database.now()
     if as_json:
         for batch in batches:
@@ -212,14 +209,17 @@ def results(named: str, output: str, follow: bool, cursor: int) -> int:
     console = Console(stderr=True)
     with _database(_settings("results")) as database:
         batch = steering.find_batch(database, named)
+        if batch.text_purged_at is not None:
+            raise _purged(batch, batch.text_purged_at, "text")
         if not follow:
             if cursor:
-                raise steering.SteeringError("--after goes with --follow", code="invalid_option")
+                raise steering.SteeringError(
+                    f"--after {cursor} goes with --follow: it is the cursor that an interrupted --follow names; leave "
+                    "it out, or add --follow",
+                    code="invalid_option",
+                )
             written = write_results(database, batch.id, output)
-            if written.output is not None:
-                console.print(f"answers: {written.output}", highlight=False, soft_wrap=True)
-            if written.errors is not None:
-                console.print(f"errors:  {written.errors}", highlight=False, soft_wrap=True)
+            _say_written(console, written)
             if not batch.is_final:
                 console.print(f"the batch is {standing(batch)}: this is what there is so far", highlight=False)
             return 0
@@ -245,6 +245,13 @@ def export(named: str, given: Mapping[str, Any]) -> int:
     format_ = ExportFormat(given["format_"]) if given["format_"] else guess_export_format(output)
     with _database(settings) as database, contextlib.ExitStack() as stack:
         batch = steering.find_batch(database, named)
+        if batch.rows_purged_at is not None:
+            raise _purged(batch, batch.rows_purged_at, "records")
+        if batch.text_purged_at is not None:
+            _note(Console(stderr=True))(
+                f"note: {batch.public_id} was purged of its text on {instant(batch.text_purged_at)}; the table has its "
+                "numbers, and no answers"
+            )
         joined = None
         if input_path is not None:
             source = stack.enter_context(open_source(input_path, settings.files_dir))
@@ -387,14 +394,27 @@ def purge(older_than: str, rows: bool, yes: bool) -> int:
     settings = _settings("purge")
     older_than_s = steering.parse_age(older_than)
     what = "all records of requests" if rows else "prompts and answers"
-    if not yes and not click.confirm(f"remove {what} of batches that ended more than {older_than} ago?", err=True):
-        return EXIT_NOTHING_RAN
+    if not yes and not _confirms(f"remove {what} of batches that ended more than {older_than} ago?"):
+        click.echo("nothing was purged", err=True)
+        return 0
     with _database(settings) as database:
         purged = steering.purge(database, settings.files_dir, older_than_s=older_than_s, rows=rows)
     Console(stderr=True).print(
         f"purged {what} of {purged.batches:,} batches, {purged.requests:,} requests", highlight=False
     )
     return 0
+
+
+def _confirms(question: str) -> bool:
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:  # Ctrl-C, or standard input has ended
+        click.echo(err=True)  # the question's line has no end yet
+        if sys.stdin.isatty():
+            raise KeyboardInterrupt from None
+        raise steering.SteeringError(
+            "nobody answered, so nothing was done; give --yes where nobody can be asked", code="not_confirmed"
+        ) from None
 
 
 def _say(batch: BatchRow, more: str = "") -> None:
@@ -404,7 +424,7 @@ def _say(batch: BatchRow, more: str = "") -> None:
 # --- services ----------------------------------------------------------------------------------------------------
 
 
-def up(model: str | None, workers: int | None, gpus: str | None) -> int:
+def up(model: str | None, workers: int | None, gpus: str | None, has_doors: bool) -> int:
     from jobs.up import UpObserver, serve, stop_signals, with_gpus
 
     settings = _settings("up")
@@ -428,9 +448,8 @@ def up(model: str | None, workers: int | None, gpus: str | None) -> int:
                 console.print(f"worker {row.name}: {text}", highlight=False)
 
     with stop_signals() as signals:
-        console.print(f"serving {artifact.model}", highlight=False)
         observer = UpObserver(_note(console), show_workers)
-        outcome = serve(settings, artifact, workers, observer, signals)
+        outcome = serve(settings, artifact, workers, observer, signals, has_doors=has_doors)
     killed = f", {outcome.killed} killed" if outcome.killed else ""
     console.print(f"stopped after {outcome.drain_s:.2f} s{killed}", highlight=False)
     return 0
@@ -541,13 +560,30 @@ def _input_options(model: str, given: Mapping[str, Any]) -> InputOptions:
     )
 
 
-def _default_output(input_path: str) -> str:
-    from jobs.source import STDIN
+def _say_written(console: Console, written: WrittenResults) -> None:
+    say = _note(console)
+    if written.output is not None:
+        say(f"answers: {written.output}")
+    if written.errors is not None:
+        say(f"errors:  {written.errors}")
+    if (former := written.former) is None:
+        return
+    if former.batch is None:
+        whose, way_back = "other contents", ""
+    else:
+        whose = f"the results of {former.batch}"
+        way_back = f"; they can be had again: promptmill results {former.batch} --output FILE"
+    if written.is_kept:
+        say(f"note: there is no answer, and {former.path} still holds {whose}")
+    else:
+        say(f"note: {former.path} held {whose} before{way_back}")
 
-    if input_path == STDIN:
-        return STDOUT
-    name = Path(input_path).name.removesuffix(".gz")
-    return str(Path(input_path).with_name(Path(name).stem + OUTPUT_SUFFIX))
+
+def _purged(batch: BatchRow, at: float, what: str) -> steering.SteeringError:
+    return steering.SteeringError(
+        f"{batch.public_id} was purged of its {what} on {instant(at)}; the same run or submit computes everything anew",
+        code="text_purged",
+    )
 
 
 def _target(database: Database, named: str | None, settings: Settings) -> FoundArtifact:

@@ -1,4 +1,5 @@
-"""`promptmill door`: the Celery door and the inbox in one small process that runs no model."""
+"""`promptmill door`: the Celery door and the inbox in one small process that runs no model. `promptmill up --door` has
+them beside its workers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,29 @@ from jobs.reception import Reception
 from jobs.settings import Settings
 from jobs.up import StopSignals, UpObserver, with_queue_url
 from jobs.validation import Validator
-from storage.database import open_database, upgrade_schema
+from storage.database import Database, open_database, upgrade_schema
 
 TOUCH_S = 1.0
+OPENED = "the Celery door and the inbox are open"
+
+
+class Doors:
+    """Both doors, open until they are closed. settings: with the queue's URL filled in."""
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._app = make_app(settings.queue)
+        reception = Reception(database, self._app, settings)
+        self._doors: tuple[CeleryDoor | Inbox, ...] = (
+            CeleryDoor(reception, settings).start(),
+            Inbox(reception, settings).start(),
+        )
+
+    def close(self) -> None:
+        """Take nothing more. What waits for answers is the next one's to answer. Closing twice does nothing."""
+        for door in self._doors:
+            door.close()
+        self._doors = ()
+        self._app.close()
 
 
 def serve_doors(settings: Settings, observer: UpObserver, signals: StopSignals) -> None:
@@ -29,20 +50,13 @@ def serve_doors(settings: Settings, observer: UpObserver, signals: StopSignals) 
         upgrade_schema(database)
         with open_queue_server(settings) as server:
             settings = with_queue_url(settings, server.url)
-            app = make_app(settings.queue)
-            reception = Reception(database, app, settings)
-            doors = (CeleryDoor(reception, settings).start(), Inbox(reception, settings).start())
-            # Batches that come in here are read here, where nobody else does it.
-            validator = Validator(database, settings).start()
-            observer.note("the Celery door and the inbox are open")
-            try:
-                while not signals.is_set:
-                    with contextlib.suppress(OSError):
-                        alive_file.touch()
-                    signals.wait(TOUCH_S)
-            finally:
-                for door in doors:
-                    door.close()
-                validator.close()
-                app.close()
-                alive_file.unlink(missing_ok=True)
+            # Batches that come in here are read here too, where nobody else does it.
+            with contextlib.closing(Doors(database, settings)), Validator(database, settings):
+                observer.note(OPENED)
+                try:
+                    while not signals.is_set:
+                        with contextlib.suppress(OSError):
+                            alive_file.touch()
+                        signals.wait(TOUCH_S)
+                finally:
+                    alive_file.unlink(missing_ok=True)

@@ -18,8 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from jobs.inputs import ID_COLUMNS, InputFormat, guess_format
-from jobs.protocol import dump_json
+from jobs.inputs import ID_COLUMNS, InputFormat, guess_format, line_id, row_id
+from jobs.protocol import dump_json, result_id, show
 from jobs.results import STDOUT, OutputError
 from jobs.source import MAX_LINE_BYTES, Source, decode
 from jobs.tables import read_delimited, read_parquet
@@ -76,6 +76,16 @@ class ExportFormat(StrEnum):
     PARQUET = "parquet"
 
 
+FORMATS_BY_EXTENSION: Mapping[str, ExportFormat] = {
+    ".jsonl": ExportFormat.JSONL,
+    ".ndjson": ExportFormat.JSONL,
+    ".json": ExportFormat.JSONL,
+    ".csv": ExportFormat.CSV,
+    ".parquet": ExportFormat.PARQUET,
+    ".pq": ExportFormat.PARQUET,
+}
+
+
 class ExportError(PromptmillError):
     """The batch cannot be written as that table."""
 
@@ -106,10 +116,10 @@ def export_batch(
         rows = export_rows(database, batch.id)
     else:
         columns, input_rows = _input_rows(joined)
-        rows = _join(columns, input_rows, export_rows(database, batch.id), joined.id_column)
+        rows = _join(columns, input_rows, export_rows(database, batch.id), _id_columns(joined, columns))
     names = [_input_name(name) for name in columns]
-    with _replacing(output) as file:
-        writer = _writer(format_, file, names)
+    # The writer is closed before its file, also when a row cannot be written: Parquet's own end writes once more.
+    with _replacing(output) as file, contextlib.closing(_writer(format_, file, names)) as writer:
         count = 0
         page: list[dict[str, Any]] = []
         for row in rows:
@@ -119,16 +129,20 @@ def export_batch(
                 writer.write(page)
                 page = []
         writer.write(page)
-        writer.close()
     return count
 
 
 def guess_export_format(output: str | Path) -> ExportFormat:
-    """By the name's extension; JSONL where it says nothing."""
+    """By the name's extension; JSONL where there is none. Raises ExportError: unknown_format."""
     extension = Path(output).suffix.lower()
-    return {".csv": ExportFormat.CSV, ".parquet": ExportFormat.PARQUET, ".pq": ExportFormat.PARQUET}.get(
-        extension, ExportFormat.JSONL
-    )
+    if not extension:
+        return ExportFormat.JSONL
+    if extension not in FORMATS_BY_EXTENSION:
+        raise ExportError(
+            f"{output}: no format is known by '{extension}'; say it with --format, one of {', '.join(ExportFormat)}",
+            code="unknown_format",
+        )
+    return FORMATS_BY_EXTENSION[extension]
 
 
 def export_rows(database: Database, batch_id: int) -> Iterator[dict[str, Any]]:
@@ -149,7 +163,7 @@ def _values(database: Database, page: Sequence[ResultRow]) -> Iterator[dict[str,
     for result in page:
         attempt = attempts.get(result.request_id, {})
         yield {
-            "request_id": f"batch_req_{result.request_id:x}",
+            "request_id": result_id(result.request_id),
             "line": result.line,
             "custom_id": result.custom_id,
             "status": result.status.value,
@@ -218,11 +232,21 @@ def _text_rows(source: Source) -> Iterator[_InputRow]:
             yield number, {TEXT_COLUMN: decode(data).rstrip("\r\n")}
 
 
+def _id_columns(joined: InputTable, columns: Sequence[str]) -> Sequence[str]:
+    """Where the input's ids may stand, as `InputReader` looks for them: in JSONL, each line has keys of its own."""
+    if joined.id_column is not None:
+        return [joined.id_column]
+    found = [name for name in ID_COLUMNS if name in columns]
+    return found if (joined.format or guess_format(joined.source)) is InputFormat.JSONL else found[:1]
+
+
 def _join(
-    columns: Sequence[str], input_rows: Iterator[_InputRow], results: Iterator[dict[str, Any]], id_column: str | None
+    columns: Sequence[str],
+    input_rows: Iterator[_InputRow],
+    results: Iterator[dict[str, Any]],
+    id_columns: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     """Both come by ascending line. Raises ExportError when they cannot belong together."""
-    named = id_column or next((name for name in ID_COLUMNS if name in columns), None)
     result = next(results, None)
     for line, values in input_rows:
         if result is not None and result["line"] < line:
@@ -231,13 +255,20 @@ def _join(
         if result is None or result["line"] > line:
             yield row | dict.fromkeys(COLUMNS) | {"line": line, "status": UNFINISHED}
             continue
-        theirs = values.get(named) if named is not None else None
-        if theirs is not None and result["custom_id"] is not None and str(theirs) != result["custom_id"]:
-            raise _foreign(f"line {line} is {theirs!r} in the input and {result['custom_id']!r} in the batch")
+        theirs = _own_id(values, id_columns)
+        # A line without a usable id of its own has one made of its number, or none.
+        if theirs is not None and result["custom_id"] not in (theirs, line_id(line), None):
+            raise _foreign(f"line {line} is {show(theirs)} in the input and {show(result['custom_id'])} in the batch")
         yield row | result
         result = next(results, None)
     if result is not None:
         raise _foreign(f"the batch has a line {result['line']}, the input ends before it")
+
+
+def _own_id(values: Mapping[str, object], id_columns: Sequence[str]) -> str | None:
+    with contextlib.suppress(InvalidRequest):
+        return row_id(values, id_columns)
+    return None
 
 
 def _foreign(difference: str) -> ExportError:

@@ -4,6 +4,7 @@ driver may take that down.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -29,10 +30,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """gpus: a worker for each; none: workers on the CPU. reason: why no GPU is used where one might have been."""
+    """gpus: a worker for each; none: workers on the CPU. reason: why no GPU is used where one might have been.
+
+    has_gpu: whether there is one.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
+    has_gpu: bool = False
 
 
 def plan_gpus(settings: Settings, artifact: Path) -> GpuPlan:
@@ -45,6 +50,8 @@ def plan_gpus(settings: Settings, artifact: Path) -> GpuPlan:
         )
     if wanted == "none" or (wanted == "auto" and settings.engine.flavour in ("cpu", "null")):
         return GpuPlan()
+    if wanted == "auto" and not _has_driver():
+        return GpuPlan(reason="no NVIDIA driver is installed here")  # most machines, and they need not wait to hear it
     command = [sys.executable, "-m", "workers", "devices", "--artifact", str(artifact), "--gpus", wanted]
     environment = {**os.environ, **environment_of(settings)}
     try:
@@ -59,7 +66,17 @@ def plan_gpus(settings: Settings, artifact: Path) -> GpuPlan:
         why = said[-1].removeprefix("error: ") if said else f"exit code {done.returncode}"
         raise PromptmillError(why, code="gpu_unavailable")
     found = json.loads(done.stdout)
-    return GpuPlan(tuple(Gpu(device["name"], device["uuid"]) for device in found["devices"]), found["reason"])
+    gpus = tuple(Gpu(device["name"], device["uuid"]) for device in found["devices"])
+    return GpuPlan(gpus, found["reason"], bool(gpus) or found["has_gpu"])
+
+
+def _has_driver() -> bool:
+    """Whether the library that NVML lives in can be loaded; nothing is asked of it."""
+    try:
+        ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def for_gpus(settings: Settings, gpus: Sequence[Gpu]) -> Settings:

@@ -46,7 +46,7 @@ from storage.errors import InvalidRequest
 from storage.transitions import RefusedLine
 
 ID_COLUMNS = ("custom_id", "id")  # of a table, when none is named
-PROMPT_COLUMN = "prompt"  # of a table, when there is no template
+PROMPT_COLUMN = "prompt"  # of a table, when there is no template; what a template calls a line of plain text
 
 
 class InputFormat(StrEnum):
@@ -108,11 +108,16 @@ Verdict = tuple[int, str | None, InvalidRequest | None]
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """One line's request, its prefix taken off already where it is known. custom_id: None is made from the number."""
+    """One line's request, its prefix taken off already where it is known.
+
+    custom_id: None is made from the number, unless the line is a `batch_line`: one of OpenAI's form, which must bring
+    an id. Where that could not be read, another one would only mislead.
+    """
 
     custom_id: str | None
     body: Body | InvalidRequest
     prefix: str = ""
+    is_batch_line: bool = False
 
 
 class InputReader:
@@ -160,8 +165,8 @@ class InputReader:
         for number, parsed in self._parsed_lines():
             is_empty = False
             custom_id, body = parsed.custom_id, parsed.body
-            if custom_id is None and not isinstance(body, InvalidRequest):
-                custom_id = f"line-{number}"
+            if custom_id is None and not parsed.is_batch_line:
+                custom_id = line_id(number)
             if custom_id is not None:
                 first = seen.first_line(custom_id, number)
                 if first != number and not isinstance(body, InvalidRequest):
@@ -191,13 +196,16 @@ class InputReader:
                 assert_never(self.format)
 
     def _text_lines(self) -> Iterator[tuple[int, _Parsed]]:
-        build = self._prompt_builder()
+        build, template = self._prompt_builder(), self._options.template
+        if template is not None:
+            template.check_columns([PROMPT_COLUMN])
         for number, data in self._source.lines(self._options.max_line_bytes):
             if isinstance(data, InvalidRequest):
                 yield number, _Parsed(None, data)
             elif data.strip():
                 try:
-                    yield number, build(None, decode(data).rstrip("\r\n"))
+                    text = decode(data).rstrip("\r\n")
+                    yield number, build(None, text if template is None else template.render({PROMPT_COLUMN: text}))
                 except InvalidRequest as error:
                     yield number, _Parsed(None, error)
 
@@ -227,7 +235,7 @@ class InputReader:
             try:
                 if isinstance(row, InvalidRequest):
                     raise row
-                custom_id = _row_id(row, id_columns)
+                custom_id = row_id(row, id_columns)
                 text = template.render(row) if template is not None else row[PROMPT_COLUMN]
                 if not isinstance(text, str):
                     raise InvalidRequest(
@@ -254,7 +262,7 @@ class InputReader:
         kind: _LineModel | None = None
         for number, data in self._source.lines(self._options.max_line_bytes):
             if isinstance(data, InvalidRequest):
-                yield number, _Parsed(None, data)
+                yield number, _Parsed(None, data, is_batch_line=self._is_batch_line({}, kind))
                 continue
             # The kind of the line before is tried first: one pass over the bytes for nearly all lines.
             if kind is not None and b"\\u0000" not in data:
@@ -281,9 +289,10 @@ class InputReader:
 
     def _examine(self, data: bytes, kind: _LineModel | None) -> tuple[_LineModel | None, _Parsed]:
         """Find out what kind of line this is, and parse it as that, or say what is wrong with it."""
-        custom_id = None
+        custom_id, is_batch_line = None, self._is_batch_line({}, kind)
         try:
             value = _json_object(data, allow_nan=True)  # which field has it is said better further down
+            is_batch_line = self._is_batch_line(value)
             custom_id = _usable_id(value.get("custom_id"))
             kind = self._kind_of(value)
             line = protocol.parse_as(kind, data)
@@ -294,12 +303,12 @@ class InputReader:
             else:
                 protocol.refuse_nul(line)
         except InvalidRequest as error:
-            return kind, _Parsed(custom_id, error)
+            return kind, _Parsed(custom_id, error, is_batch_line=is_batch_line)
         return kind, self._accept(line)
 
     def _kind_of(self, value: Mapping[str, object]) -> _LineModel:
         """By its keys. The first OpenAI line decides the endpoint of all; a plain one before it decides for chat."""
-        if self._options.only_batch_lines or "body" in value or "url" in value or "method" in value:
+        if self._is_batch_line(value):
             if "url" not in value:
                 raise InvalidRequest(
                     f"url is missing; add {_one_of(Endpoint)}", code="missing_required_parameter", param="url"
@@ -318,6 +327,10 @@ class InputReader:
                     param="url",
                 )
             return ChatLine if self._endpoint is Endpoint.CHAT else CompletionLine
+        if "messages" in value and "prompt" in value:
+            raise InvalidRequest(
+                "the line has both prompt and messages; write either, not both", code="invalid_value", param="prompt"
+            )
         if "messages" in value:
             if self._plain_endpoint() is not Endpoint.CHAT:
                 raise InvalidRequest(
@@ -334,6 +347,14 @@ class InputReader:
             "add one, or say with --template how to make a prompt of it",
             code="missing_required_parameter",
             param="prompt",
+        )
+
+    def _is_batch_line(self, value: Mapping[str, object], before: _LineModel | None = None) -> bool:
+        """Whether a line is of OpenAI's form, by its keys; without any, by the line before."""
+        return (
+            self._options.only_batch_lines
+            or any(key in value for key in ("body", "url", "method"))
+            or before in (ChatLine, CompletionLine)
         )
 
     def _plain_endpoint(self) -> Endpoint:
@@ -480,8 +501,8 @@ def _usable_id(value: object) -> str | None:
     return value if is_usable and isinstance(value, str) else None
 
 
-def _row_id(row: Mapping[str, object], columns: Iterable[str]) -> str | None:
-    """The custom id of a row, if it has one."""
+def row_id(row: Mapping[str, object], columns: Iterable[str]) -> str | None:
+    """The custom id of a row, if it has one. Raises InvalidRequest when what stands there cannot be an id."""
     column = next((name for name in columns if row.get(name) not in (None, "")), None)
     if column is None:
         return None
@@ -496,6 +517,11 @@ def _row_id(row: Mapping[str, object], columns: Iterable[str]) -> str | None:
             param=column,
         )
     return custom_id
+
+
+def line_id(number: int) -> str:
+    """The custom id of a line that has none of its own."""
+    return f"line-{number}"
 
 
 def _one_of(values: Iterable[str]) -> str:

@@ -6,8 +6,11 @@ into a file in the home folder; a terminal gets coloured lines, another standard
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
+import traceback
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -71,10 +74,19 @@ def set_up_logs(process: str, *, level: Level = "info", file: Path | None = None
     )
 
 
+def crash_facts(error: BaseException) -> dict[str, str]:
+    """What may be logged of an unexpected error: its kind and where it came from, never its text: that may quote a
+    prompt."""
+    return {"kind": type(error).__name__, "traceback": "".join(traceback.format_tb(error.__traceback__))}
+
+
 def _file_handler(file: Path, shared: list[Any]) -> logging.Handler:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", delay=False)
+        # The file is made by the first line: most commands have nothing to say, and `logs` stays easy to look through.
+        handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        if not os.access(file if file.exists() else file.parent, os.W_OK) or file.is_dir():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise SettingsError(
             f"cannot write the log {file}: {error.strerror}; make it writable or choose another PROMPTMILL_HOME"

@@ -662,9 +662,25 @@ def render_output_line(
         answer = f'{{"status_code":{status_code},"request_id":{dump_json(request_id)},"body":{response or "null"}}}'
         error = "null"
     return (
-        f'{{"id":{dump_json(f"batch_req_{request_id}")},"custom_id":{dump_json(custom_id)},'
+        f'{{"id":{dump_json(f"{RESULT_ID_BEGINS}{request_id}")},"custom_id":{dump_json(custom_id)},'
         f'"response":{answer},"error":{error}}}'
     )
+
+
+RESULT_ID_BEGINS = "batch_req_"
+
+
+def result_id(request_id: int) -> str:
+    """What result lines call a request."""
+    return f"{RESULT_ID_BEGINS}{request_id:x}"
+
+
+_RESPONSE_ID = re.compile(r'\A\{"id":"(chatcmpl|cmpl)-[^"]*"')
+
+
+def with_response_id(response: str, request_id: str) -> str:
+    """A stored response under the id of the request it answers: one that was taken from another request has its id."""
+    return _RESPONSE_ID.sub(rf'{{"id":"\g<1>-{request_id}"', response)
 
 
 # Made once: `json.dumps` with options makes one for each call.

@@ -21,9 +21,10 @@ import kombu
 import redis
 from celery import Celery
 from kombu.exceptions import BatchPublishError, OperationalError
+from kombu.transport import TRANSPORT_ALIASES
 
-from jobs.settings import QueueSettings
-from storage.errors import PromptmillError, SettingsError
+from jobs.settings import QueueSettings, check_queue_url
+from storage.errors import PromptmillError
 
 RUN_CHUNK = "promptmill.run_chunk"  # run_chunk(request_ids: list[int])
 
@@ -36,7 +37,6 @@ SOCKET_TIMEOUT_S = 30
 # Messages looked at by `waiting_ids`; dispatch keeps far fewer in the queue.
 MOST_MESSAGES = 20_000
 
-URL_SCHEMES = ("redis", "rediss", "redis+socket")
 # Where kombu keeps messages that a worker has received and not yet acknowledged (for all queues of one Redis database).
 _UNACKED = "unacked"
 _UNACKED_INDEX = "unacked_index"  # when each of them was received
@@ -92,12 +92,9 @@ def make_app(settings: QueueSettings) -> Celery:
 
     Why each setting is as it is: docs/decisions.md, "Celery".
     """
-    scheme = settings.url.partition("://")[0]
-    if scheme not in URL_SCHEMES:
-        raise SettingsError(
-            f"PROMPTMILL_QUEUE_URL begins with {scheme[:20]!r}; wanted: redis://host:6379/0, rediss://, "
-            "or redis+socket:///path"
-        )
+    check_queue_url(settings.url)
+    # The one way to another transport class that also holds for a URL with a socket in it.
+    TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "jobs.queue_guard:GuardedTransport"))
     app = Celery("promptmill", broker=settings.url, set_as_current=False)
     app.conf.update(
         broker_transport_options={
@@ -107,7 +104,7 @@ def make_app(settings: QueueSettings) -> Celery:
             "unacked_restore_throttle": 1,
             "socket_timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": 5,
-            "socket_keepalive": not scheme.endswith("socket"),
+            "socket_keepalive": not settings.url.startswith("redis+socket:"),
             "health_check_interval": 10,
             "queue_order_strategy": "priority",  # the order in which a worker names its queues
             "priority_steps": [0],  # one list for each queue; we do not use priorities within one

@@ -13,7 +13,6 @@ from typing import Any
 import structlog
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
-from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport.redis import Channel, Transport
 
 # What Celery and kombu raise while they take a malformed message apart.
@@ -34,16 +33,13 @@ class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
 
 
 class GuardedTransport(Transport):  # type: ignore[misc]
+    """kombu's transport for Redis with the channel above."""
+
     Channel = GuardedChannel
 
 
 class GuardedConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
     """Rejects what it cannot take apart."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # kombu knows transports by these names alone; a URL with a socket would override any other setting.
-        TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:{GuardedTransport.__name__}"))
-        super().__init__(*args, **kwargs)
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         handle = super().create_task_handler(*args, **kwargs)

@@ -15,9 +15,10 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jobs.results import BatchSummary
-from jobs.steering import Observer, Progress, Rates
-from storage.models import BatchStatus
+from jobs.protocol import result_id
+from jobs.results import ENDINGS, BatchSummary
+from jobs.steering import Observer, Progress, Rates, standing
+from storage.models import BatchStatus, ServedFrom
 from storage.queries import BatchRow
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ PLAIN_EVERY_S = 10.0
 SHORT_ID = len("batch_") + 8
 FACT_WIDTH = 18
 MATES_SHOWN = 20
-LATENCIES = {"queue_s": "queue", "time_to_first_token_s": "first token", "total_s": "total"}
+# The first runs until the claim, the other two from it.
+LATENCIES = {"queue_s": "queue", "time_to_first_token_s": "first token", "total_s": "in the worker"}
+SERVED = {
+    ServedFrom.DUPLICATE: "of them by an identical line; its tokens count once",
+    ServedFrom.JOB: "of them by an earlier batch of this job; their tokens do not count",
+    ServedFrom.CACHE: "of them from the answer cache; their tokens do not count",
+}
 
 
 class _TimeLeft(ProgressColumn):
@@ -87,21 +94,35 @@ def _bar(console: Console) -> Iterator[Observer]:
 
 def _plain(console: Console) -> Observer:
     rates = Rates()
-    said_at = time.monotonic()
+    lines = PlainLines(time.monotonic())
 
     def running(progress: Progress) -> None:
-        nonlocal said_at
         batch = progress.batch
         done = batch.completed_requests + batch.failed_requests
         rates.add(time.monotonic(), batch)
-        if time.monotonic() - said_at >= PLAIN_EVERY_S:
-            said_at = time.monotonic()
-            left = f", {duration(rates.left_s)} left" if rates.left_s is not None else ""
-            console.print(
-                f"{_doing(progress)}: {done}/{batch.total_requests}, {_speed(batch, rates)}{left}", highlight=False
-            )
+        standing_now = f"{_doing(progress)}: {done}/{batch.total_requests}"
+        if lines.is_due(time.monotonic(), standing_now):
+            speed = _speed(batch, rates)
+            left = f"{duration(rates.left_s)} left" if rates.left_s is not None else ""
+            console.print(", ".join(filter(None, (standing_now, speed, left))), highlight=False)
 
     return Observer(running=running, note=lambda text: console.print(f"note: {text}", highlight=False))
+
+
+class PlainLines:
+    """When to write a line into a log: not too often, and only when there is something new."""
+
+    def __init__(self, now: float) -> None:
+        """now: monotonic seconds, as everywhere here."""
+        self._said_at = now
+        self._said = ""
+
+    def is_due(self, now: float, standing_now: str) -> bool:
+        """Whether to say how things stand; if so, it counts as said."""
+        if now - self._said_at < PLAIN_EVERY_S or standing_now == self._said:
+            return False
+        self._said_at, self._said = now, standing_now
+        return True
 
 
 def _doing(progress: Progress) -> str:
@@ -116,8 +137,13 @@ def _doing(progress: Progress) -> str:
 
 
 def _speed(batch: BatchRow, rates: Rates) -> str:
-    failed = f"{batch.failed_requests} failed, " if batch.failed_requests else ""
-    return f"{failed}{rates.requests_per_s:.1f} prompts/s, {rates.tokens_per_s:.0f} tokens/s"
+    """Tokens are counted when their request has ended: until one has, there is no speed to tell."""
+    parts = [f"{batch.failed_requests} failed"] if batch.failed_requests else []
+    if rates.requests_per_s > 0:
+        parts.append(f"{rates.requests_per_s:.1f} prompts/s")
+    if rates.tokens_per_s > 0:
+        parts.append(f"{rates.tokens_per_s:.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def summary_table(summary: BatchSummary, *, is_titled: bool = True) -> Table:
@@ -128,10 +154,15 @@ def summary_table(summary: BatchSummary, *, is_titled: bool = True) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
-    open_requests = batch.total_requests - batch.completed_requests - batch.failed_requests
     table.add_row("requests", f"{batch.total_requests:,}", f"{batch.completed_requests:,} answered")
-    if open_requests:
-        table.add_row("", f"{open_requests:,}", "not finished")
+    for served_from, text in SERVED.items():
+        if count := summary.served.get(served_from):
+            table.add_row("", f"{count:,}", text)
+    if summary.open_requests:
+        table.add_row("", f"{summary.open_requests:,}", "not finished")
+    for ending in summary.endings:
+        where = f"without an answer, first on line {ending.example_line}"
+        table.add_row(ENDINGS[ending.code], f"{ending.count:,}", where)
     for failure in summary.failures:
         where = f"first on line {failure.example_line}: {failure.example_message}"
         table.add_row("failed", f"{failure.count:,}", f"{failure.code} ({where})")
@@ -180,7 +211,7 @@ def batches_table(batches: Sequence[BatchRow], now: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (("batch", "left"), ("name", "left"), ("model", "left"), ("status", "left")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("done", "of", "failed", "new tokens", "age"):
+    for name in ("done", "of", "failed", "not run", "new tokens", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     for batch in batches:
         table.add_row(
@@ -191,15 +222,11 @@ def batches_table(batches: Sequence[BatchRow], now: float) -> Table:
             f"{batch.completed_requests + batch.failed_requests:,}",
             f"{batch.total_requests:,}",
             f"{batch.failed_requests:,}" if batch.failed_requests else "",
+            f"{batch.remaining_requests:,}" if batch.is_final and batch.remaining_requests else "",
             f"{batch.completion_tokens:,}",
             duration(max(0.0, now - batch.created_at)),
         )
     return table
-
-
-def standing(batch: BatchRow) -> str:
-    """A batch's status in a word, paused included."""
-    return "paused" if batch.paused_at is not None and not batch.is_final else batch.status.value
 
 
 def facts(named: Sequence[tuple[str, str]], title: str) -> str:
@@ -232,7 +259,7 @@ def attempt_facts(attempt: AttemptAudit) -> str:
         for name, label in (("prompt_tokens", "prompt"), ("cached_tokens", "reused"), ("completion_tokens", "new"))
         if values[name] is not None
     ]
-    served = f"{values['served_from']}, request {values['source_request_id']:x}" if values["served_from"] else ""
+    served = f"{values['served_from']}, {result_id(values['source_request_id'])}" if values["served_from"] else ""
     error = f"{values['error_code']}: {values['error_message']}" if values["error_code"] else ""
     named = [
         ("outcome", ended),

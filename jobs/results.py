@@ -9,25 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from jobs.protocol import render_output_line
-from storage import queries
+from jobs.protocol import render_output_line, with_response_id
+from storage import audit, queries
 from storage.database import Database
 from storage.errors import PromptmillError
+from storage.models import ServedFrom
 from storage.queries import BatchRow, FailureCount, Percentiles, ResultRow
 
 STDOUT = "-"
 ERRORS_SUFFIX = ".errors.jsonl"
 BUFFER_BYTES = 1 << 20
 ASK_EVERY_LINES = 1000
+# A pause longer than this, in which no worker had a line of the batch, does not count as time it ran.
+IDLE_S = 10.0
+# The error codes of lines that had no answer when their batch ended -> what became of them.
+ENDINGS = {"batch_cancelled": "cancelled", "batch_expired": "expired"}
+# How our result lines begin. Far fewer bytes than a line may have: of whoever's file it is, little is read.
+HEAD_BYTES = 8192
+_HEAD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{1,15})","custom_id":("(?:[^"\\]|\\.)*"|null),')
 
 
 class WritingStopped(Exception):
@@ -38,28 +48,51 @@ class OutputError(PromptmillError):
     """The results cannot be written where they were wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class FormerResults:
+    """A file that was there before, and is not this batch's. batch: whose results it holds, if that is known."""
+
+    path: Path
+    batch: str | None
+
+
 @dataclass(frozen=True)
 class WrittenResults:
-    """output, errors: where the lines went; None for standard output, and for errors when there are none."""
+    """output, errors: where the lines went; None for standard output, and for errors when there are none.
+
+    former: what stood where the output belongs. is_kept: it still stands there, for this batch has no answer to put in
+    its place; output is None then.
+    """
 
     output: Path | None
     errors: Path | None
     output_lines: int
     error_lines: int
+    former: FormerResults | None = None
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
 class BatchSummary:
     """How a batch went, as numbers: what the table at its end shows.
 
-    run_s: from its start to its end, or to `now` while it runs. latencies: queue_s, time_to_first_token_s, total_s,
-    exact percentiles over its completed attempts; a measure that no attempt has is not there.
+    run_s: how long workers were at it, long pauses (a retry on the next day) not counted. failures: by code, without
+    the endings: lines that were cancelled or expired. served: answers that were not computed for it. latencies:
+    queue_s, time_to_first_token_s, total_s, exact percentiles over its completed attempts; a measure that no attempt
+    has is not there.
     """
 
     batch: BatchRow
     run_s: float
     failures: list[FailureCount]
+    endings: list[FailureCount]
+    served: Mapping[ServedFrom, int]
     latencies: Mapping[str, Percentiles]
+
+    @property
+    def open_requests(self) -> int:
+        """Lines that may still be answered."""
+        return max(0, self.batch.remaining_requests - sum(ending.count for ending in self.endings))
 
     @property
     def requests_per_s(self) -> float:
@@ -115,8 +148,11 @@ def check_output(output: str | Path, inputs: Iterable[Path] = ()) -> None:
 def write_results(
     database: Database, batch_id: int, output: str | Path, keep_on: Callable[[], bool] = lambda: True
 ) -> WrittenResults:
-    """Write all results that a batch has so far. Raises OutputError; WritingStopped once `keep_on` says no, which is
-    asked now and then: the files in place are then as they were."""
+    """Write all results that a batch has so far. A file that is not this batch's is replaced by answers, never by none.
+
+    Raises OutputError; WritingStopped once `keep_on` says no, which is asked now and then: the files in place are then
+    as they were.
+    """
     if str(output) == STDOUT:
         return _write_to_stdout(database, batch_id)
     output = Path(output)
@@ -126,6 +162,7 @@ def write_results(
         return WrittenResults(output, None, good, bad)
     output = output.resolve() if output.is_symlink() else output
     errors = errors_path(output)
+    former = _former_results(database, batch_id, output)
     with _explained(output), _replacing(output) as good_file, _replacing(errors) as bad_file:
         good, bad = _write_lines(queries.results_in_order(database, batch_id), good_file.file, bad_file.file, keep_on)
         # The output file last: who finds it may take the error file for final.
@@ -133,8 +170,11 @@ def write_results(
             bad_file.put_in_place()
         else:
             errors.unlink(missing_ok=True)  # that of an earlier run would be taken for this one's
+        written = WrittenResults(output, errors if bad else None, good, bad, former)
+        if former is not None and not good:
+            return replace(written, output=None, is_kept=True)
         good_file.put_in_place()
-    return WrittenResults(output, errors if bad else None, good, bad)
+    return written
 
 
 def render_result(row: ResultRow) -> str:
@@ -143,7 +183,7 @@ def render_result(row: ResultRow) -> str:
         request_id=f"{row.request_id:x}",
         custom_id=row.custom_id,
         status_code=row.status_code,
-        response=row.response,
+        response=with_response_id(row.response, f"{row.request_id:x}") if row.response else None,
         error_code=row.error_code,
         error_message=row.error_message,
     )
@@ -154,12 +194,34 @@ def summarise(database: Database, batch_id: int) -> BatchSummary:
     with database.read() as connection:
         batch = queries.find_batch_by_id(connection, batch_id)
         assert batch is not None, f"there is no batch {batch_id}"
-        failures = queries.failures_by_code(connection, batch_id)
-        latencies = queries.latency_percentiles(connection, batch_id)
-    ended_at = batch.completed_at or batch.cancelled_at or batch.expired_at or batch.failed_at or database.now()
-    began_at = batch.created_at if batch.runs_early else batch.in_progress_at
-    run_s = 0.0 if began_at is None else max(0.0, ended_at - began_at)
-    return BatchSummary(batch, run_s, failures, latencies)
+        unanswered = queries.failures_by_code(connection, batch_id)
+        return BatchSummary(
+            batch,
+            run_s=queries.worked_s(connection, batch_id, longest_pause_s=IDLE_S),
+            failures=[each for each in unanswered if each.code not in ENDINGS],
+            endings=[each for each in unanswered if each.code in ENDINGS],
+            served=queries.served_counts(connection, batch_id),
+            latencies=queries.latency_percentiles(connection, batch_id),
+        )
+
+
+def _former_results(database: Database, batch_id: int, path: Path) -> FormerResults | None:
+    """What would be lost with a file; None: nothing, or what this batch itself wrote there."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        return None  # not there; whether it can be written is found out by writing
+    if not head:
+        return None
+    found = _HEAD.match(head)
+    if found is not None:
+        with database.read() as connection:
+            record = audit.find_request(connection, int(found[1], 16))
+        # The numbers of requests are those of one database: another home's are told by the custom id.
+        if record is not None and record.custom_id == json.loads(found[2]):
+            return None if record.batch_id == batch_id else FormerResults(path, record.batch)
+    return FormerResults(path, None)
 
 
 def _write_to_stdout(database: Database, batch_id: int) -> WrittenResults:

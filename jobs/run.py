@@ -120,7 +120,7 @@ def see_through(
 def _crew(settings: Settings, database: Database, artifact: FoundArtifact, observer: Observer) -> Crew:
     """Workers of our own: one for each GPU, else one."""
     plan = plan_gpus(settings, artifact.path)
-    if plan.reason:
+    if plan.reason and plan.has_gpu:
         observer.note(f"on the CPU: {plan.reason}")
     return Crew(settings, database, artifact.path, 1, observer.note, gives_up=True, gpus=plan.gpus)
 

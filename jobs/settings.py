@@ -19,6 +19,7 @@ from typing import Any, Literal
 import platformdirs
 from dotenv import dotenv_values
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -27,6 +28,9 @@ from storage.errors import SettingsError
 PREFIX = "PROMPTMILL_"
 # The operating systems' bound on a Unix socket's path is 104 to 108 bytes; sockets get names of up to 16.
 LONGEST_RUNTIME_DIR = 84
+QUEUE_SCHEMES = ("redis", "rediss", "redis+socket")
+# How much of two names must be the same for one to be taken for the other, misspelt.
+CLOSE = 0.6
 # An empty variable counts as not set, so an empty list has a word of its own.
 NO_LENGTHS = "none"
 
@@ -222,11 +226,23 @@ def load_settings(env_file: Path | None = Path(".env")) -> Settings:
         settings = Settings(_env_file=env_file)  # type: ignore[call-arg]
     except ValidationError as error:
         raise SettingsError(_explain(error)) from None  # the cause would show secrets
+    if settings.queue.url:
+        check_queue_url(settings.queue.url)
     home = settings.home.expanduser().absolute()
     url = settings.database.url or f"sqlite:///{home / 'promptmill.db'}"
     return settings.model_copy(
         update={"home": home, "database": settings.database.model_copy(update={"url": url})},
     )
+
+
+def check_queue_url(url: str) -> None:
+    """Raise SettingsError unless a URL names a Redis. The URL is not repeated: it may hold a password."""
+    scheme = url.partition("://")[0]
+    if scheme not in QUEUE_SCHEMES:
+        raise SettingsError(
+            f"PROMPTMILL_QUEUE_URL begins with {scheme[:20]!r}; wanted: redis://host:6379/0, rediss://, "
+            "or redis+socket:///path"
+        )
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
@@ -261,8 +277,10 @@ def _refuse_unknown(names: Mapping[str, str | None], where: str) -> None:
     known = variables()
     for name in sorted(names):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
-            raise SettingsError(f"unknown setting {name} {where}; the nearest known one is {near} (docs/settings.md)")
+            own = {each.removeprefix(PREFIX): each for each in known}
+            near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), own, n=1, cutoff=CLOSE)
+            way_out = f"the nearest known one is {own[near[0]]}" if near else "remove it, or see which there are"
+            raise SettingsError(f"unknown setting {name} {where}; {way_out} (docs/settings.md)")
 
 
 def _explain(error: ValidationError) -> str:
@@ -272,6 +290,31 @@ def _explain(error: ValidationError) -> str:
         name = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
         shown = "the value" if name.endswith("_URL") else f"value {problem['input']!r}"
         wanted = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        wanted = wanted.removesuffix(", unable to parse string as an integer")
+        field = _field(problem["loc"])
+        if field is not None and (kind := _KINDS.get(field.annotation)) is not None:
+            wanted = ", ".join(filter(None, (kind, bounds_of(field))))
         sentences.append(f"{name}: {shown} is not accepted; wanted: {wanted}")
     return "; ".join(sentences)
+
+
+_KINDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """What a number may be, in words; empty: whatever it likes."""
+    bounds = {name: getattr(each, name) for each in field.metadata for name in ("ge", "le") if hasattr(each, name)}
+    least, most = bounds.get("ge"), bounds.get("le")
+    if least is None:
+        return "" if most is None else f"at most {most:,g}"
+    return f"{least:,g} or more" if most is None else f"{least:,g} to {most:,g}"
+
+
+def _field(path: tuple[int | str, ...]) -> FieldInfo | None:
+    kind: Any = Settings
+    field = None
+    for name in path:
+        field = kind.model_fields.get(str(name)) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        if field is None:
+            return None
+        kind = field.annotation
+    return field

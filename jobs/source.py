@@ -169,7 +169,8 @@ def decode(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(
-            f"byte {error.start + 1} (0x{data[error.start]:02x}) is not UTF-8; save the file as UTF-8",
+            f"byte {error.start + 1} (0x{data[error.start]:02x}) is not UTF-8; save the file as UTF-8 (is it Latin-1 "
+            "or Windows-1252?)",
             code="invalid_encoding",
         ) from None
 

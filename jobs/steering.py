@@ -25,12 +25,17 @@ from storage.purge import Purged, purge_rows, purge_text
 from storage.queries import BatchRow, ResultRow, WorkerRow
 
 LAST = "last"
+PAUSED = "paused"
 REPLAY = "replay-"  # how the fingerprints of replays begin: those are not what a person means by the last batch
 # How far back the beginning of an id is looked for.
 PREFIX_BATCHES = 5000
 LEAST_PREFIX = 4  # characters; fewer would too easily mean another batch than was meant
 # Rates are taken over the last so many seconds: long enough to be calm, short enough to follow.
 RATE_WINDOW_S = 30.0
+# The time left is told once so long was seen, in which so many requests ended (or a tenth of the batch, if less):
+# before that one lucky group of short answers makes it jump.
+LEAST_SEEN_S = 10.0
+LEAST_SEEN_REQUESTS = 10
 WATCH_S = 0.5
 FOLLOW_S = 0.3
 # What `cancel` spends itself on the requests that wait: some ten thousands.
@@ -62,11 +67,16 @@ def find_batch(database: Database, named: str) -> BatchRow:
         found = queries.find_batch(connection, named)
         if found is not None:
             return found
-        begins = named if named.startswith("batch_") else f"batch_{named}"
+        begins = named.removeprefix("batch_")
+        if len(begins) < LEAST_PREFIX:
+            raise SteeringError(
+                f"{named!r} is too short to name a batch; write {LEAST_PREFIX} characters of its id or more, or {LAST}",
+                code="batch_not_found",
+            )
         near = [
             batch
             for batch in queries.list_batches(connection, PREFIX_BATCHES)
-            if len(begins) >= len("batch_") + LEAST_PREFIX and batch.public_id.startswith(begins)
+            if batch.public_id.startswith(f"batch_{begins}")
         ]
     if len(near) == 1:
         return near[0]
@@ -78,15 +88,20 @@ def find_batch(database: Database, named: str) -> BatchRow:
     raise SteeringError(f"there is no batch {named}; promptmill list shows those there are", code="batch_not_found")
 
 
-def list_batches(database: Database, *, status: BatchStatus | None = None, limit: int = 20) -> list[BatchRow]:
-    """Batches, the newest first."""
+def standing(batch: BatchRow) -> str:
+    """A batch's status in a word, paused included."""
+    return PAUSED if batch.paused_at is not None and not batch.is_final else batch.status.value
+
+
+def list_batches(database: Database, *, stands: str | None = None, limit: int = 20) -> list[BatchRow]:
+    """Batches, the newest first. stands: only those whose `standing` is that."""
     found: list[BatchRow] = []
     before: int | None = None
     while len(found) < limit:
         with database.read() as connection:
             page = queries.list_batches(connection, max(limit, 200), before)
-        found += [batch for batch in page if status is None or batch.status is status]
-        if not page or status is None:
+        found += [batch for batch in page if stands is None or standing(batch) == stands]
+        if not page or stands is None:
             break
         before = page[-1].id
     return found[:limit]
@@ -185,9 +200,13 @@ class Rates:
     @property
     def left_s(self) -> float | None:
         """By tokens, which flow more evenly than requests end: those that the open requests will take, at the rate of
-        the last seconds. None as long as nothing is known."""
+        the last seconds. None as long as too little is known."""
         batch = self._batch
         if batch is None or batch.completed_requests == 0:
+            return None
+        first, last = self._seen[0], self._seen[-1]
+        wanted = min(LEAST_SEEN_REQUESTS, batch.total_requests / 10)
+        if last[0] - first[0] < LEAST_SEEN_S or last[1] - first[1] < wanted:
             return None
         open_requests = batch.total_requests - batch.completed_requests - batch.failed_requests
         each = (batch.prompt_tokens + batch.completion_tokens) / batch.completed_requests

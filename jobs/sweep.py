@@ -6,6 +6,7 @@ one pass leaves, the next one takes up. Where no batch is open there is nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -183,7 +184,7 @@ def _find_lost(database: Database, app: Celery, now: float, *, leases_ran_out: b
     if died_at is not None:
         sent_before, held_s = died_at, min(held_s, max(0.0, now - died_at - CLOCKS_DIFFER_S))
     if was_emptied(app):
-        sent_before = now
+        sent_before = math.inf  # not `now`: a server that comes back late was asked later than that
     with database.read() as connection:
         waiting = queries.queued_before(connection, sent_before, STEP_ROWS)
     if not waiting:

@@ -37,7 +37,7 @@ class PromptTemplate:
             self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
             raise InputError(
-                f"{name} line {error.lineno}: {error.message}; correct the template", code="template_error"
+                f"{name} line {error.lineno}: {_said(error)}; correct the template", code="template_error"
             ) from error
         self.columns = frozenset(find_undeclared_variables(tree)) - frozenset(environment.globals)
         self._excused = _names_with_a_fallback(tree)
@@ -60,9 +60,7 @@ class PromptTemplate:
         except UndefinedError as error:
             missing = sorted(self.columns - row.keys())
             detail = (
-                _no_column(missing[0], list(row))
-                if missing
-                else f"{show_name(str(error.message), 200)}; correct the template or row"
+                _no_column(missing[0], list(row)) if missing else f"{_said(error)}; correct the template or the row"
             )
             code = "missing_column" if missing else "template_error"
             raise InvalidRequest(f"{self.name} line {_template_line(error)}: {detail}", code=code) from None
@@ -79,9 +77,8 @@ class PromptTemplate:
             ValueError,
             MemoryError,
         ) as error:
-            said = show_name(str(error), 200)
             raise InvalidRequest(
-                f"{self.name} line {_template_line(error)}: {said}; correct the template or the row",
+                f"{self.name} line {_template_line(error)}: {_said(error)}; correct the template or the row",
                 code="template_error",
             ) from None
         if not text.strip():
@@ -125,6 +122,11 @@ def _read_text(path: Path, max_bytes: int | None = None) -> str:
             f"{path} has a NUL character at position {text.index(chr(0))}; is it a text file?", code="nul_character"
         )
     return text
+
+
+def _said(error: Exception) -> str:
+    """What an error says, to stand within a sentence of ours."""
+    return show_name(str(error).rstrip(". "), 200)
 
 
 def _no_column(column: str, columns: Sequence[str]) -> str:

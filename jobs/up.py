@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil
 import structlog
@@ -37,6 +37,9 @@ from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
 from storage.models import WorkerStatus
 from storage.queries import WorkerRow
+
+if TYPE_CHECKING:
+    from jobs.doors import Doors
 
 try:
     import fcntl
@@ -189,14 +192,22 @@ class UpOutcome:
 
 
 def serve(
-    settings: Settings, artifact: FoundArtifact, workers: int | None, observer: UpObserver, signals: StopSignals
+    settings: Settings,
+    artifact: FoundArtifact,
+    workers: int | None,
+    observer: UpObserver,
+    signals: StopSignals,
+    *,
+    has_doors: bool = False,
 ) -> UpOutcome:
     """Run until told to stop. Raises PromptmillError when it cannot start, or no worker can.
 
     workers: processes for the artifact on the CPU, which share its cores; None: one, or one for each GPU.
+    has_doors: also take Celery tasks and inbox entries.
     """
     with _only_supervisor(settings), open_database(settings.database.url) as database:
         upgrade_schema(database)
+        observer.note(f"serving {artifact.model}")
         if workers is not None:
             settings = with_gpus(settings, "none")
         plan, count = plan_gpus(settings, artifact.path), workers or 1
@@ -210,14 +221,19 @@ def serve(
             teller = _Teller(database, crew, observer)
             sender = WebhookSender(database, settings.webhook).start()
             validator = Validator(database, settings).start()
+            doors = _open_doors(database, settings, observer) if has_doors else None
             try:
                 while not signals.is_set:
                     crew.look_after()
                     ticker.tick()
                     teller.tell()
                     signals.wait(LOOK_S)
+                if doors is not None:
+                    doors.close()
                 return _drain(settings, crew, ticker, observer, signals)
             finally:
+                if doors is not None:
+                    doors.close()
                 crew.kill()
                 ticker.close()
                 sender.close()
@@ -249,6 +265,14 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
                 sender.close()
                 validator.close()
                 alive_file.unlink(missing_ok=True)
+
+
+def _open_doors(database: Database, settings: Settings, observer: UpObserver) -> Doors:
+    from jobs.doors import OPENED, Doors  # which need this module
+
+    doors = Doors(database, settings)
+    observer.note(OPENED)
+    return doors
 
 
 def migrate(settings: Settings) -> str:

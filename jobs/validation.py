@@ -30,6 +30,7 @@ from pydantic_core import from_json
 from jobs.artifacts import find_artifact, known_artifacts
 from jobs.forecast import model_rate, shortest_s
 from jobs.inputs import InputOptions, InputReader
+from jobs.logs import crash_facts
 from jobs.protocol import Endpoint, show
 from jobs.quotas import QuotaExceeded, check_queued_tokens
 from jobs.settings import GatewaySettings, Settings
@@ -49,8 +50,8 @@ LOOK_EVERY_S = 1.0
 SWEEP_FILES_EVERY_S = 60.0
 # Errors that `errors.data` lists; all lines are checked, and a last entry says how many more there are.
 MAX_LISTED_ERRORS = 100
-# Lines between two looks at the clock.
-CLOCK_LINES = 256
+# Newlines that a file may have for each line that a batch may have: endless blank lines are no input.
+NEWLINES_A_LINE = 4
 # A model that some worker has served within this time can be asked for while nobody serves it: it may come back.
 MODEL_KNOWN_S = 30 * 86_400.0
 INTERNAL_ERROR = "internal_error"
@@ -156,6 +157,8 @@ def as_found(error: InvalidRequest, line: int, model: str) -> FoundError:
             error.param,
             line,
         )
+    if error.code == "missing_required_parameter" and error.param == "body.model":
+        return FoundError(error.code, "body.model is missing; name the model that is to answer", error.param, line)
     code = "url_mismatch" if error.param == "url" and error.code == "invalid_value" else error.code
     return FoundError(code, error.message, error.param, line)
 
@@ -165,29 +168,26 @@ def check_lines(
 ) -> Findings:
     """Read all lines and collect what is wrong with their form. fails_lines: nothing but the file as a whole counts.
 
-    keep_on: asked now and then; False stops early. Raises InputError when the file as a whole cannot be used.
+    keep_on: asked at each line; False stops early. Raises InputError when the file as a whole cannot be used.
     """
     findings = Findings()
     for line, _custom_id, error in reader.check():
         findings.lines += 1
         if findings.lines > max_lines:
-            findings.add(
-                FoundError(
-                    "too_many_tasks",
-                    f"the file has more than {max_lines:,} lines; split it into several batches",
-                )
-            )
+            findings.add(_too_many(max_lines))
             break
         if error is not None and not fails_lines and is_format_error(error):
             findings.add(as_found(error, line, model))
-        if findings.lines % CLOCK_LINES == 0 and not keep_on():
+        if not keep_on():
             break
     return findings
 
 
-def first_model(source: Source) -> tuple[str, int] | None:
-    """The model that the first readable line with one asks for, and the line's number."""
+def first_model(source: Source, max_lines: int) -> tuple[str, int] | None:
+    """The model that the first readable line with one asks for, and the line's number; looks at `max_lines`."""
     for number, data in source.lines():
+        if number > max_lines:
+            break
         if isinstance(data, InvalidRequest) or not data.strip():
             continue
         try:
@@ -199,6 +199,10 @@ def first_model(source: Source) -> tuple[str, int] | None:
         if isinstance(model, str) and model and "\0" not in model:
             return model, number
     return None
+
+
+def _too_many(max_lines: int) -> FoundError:
+    return FoundError("too_many_tasks", f"the file has more than {max_lines:,} lines; split it into several batches")
 
 
 # --- mechanism ---------------------------------------------------------------------------------------------------
@@ -249,7 +253,7 @@ def validate_next(
         raise
     except Exception as error:
         # Ours to repair: trying again would only meet it again.
-        log.exception("validation_crashed", batch=batch.public_id)
+        log.error("validation_crashed", batch=batch.public_id, **crash_facts(error))
         _fail(
             database,
             batch,
@@ -288,7 +292,7 @@ class _Lease:
 def _validate(database: Database, settings: Settings, batch: BatchRow, lease: _Lease) -> int:
     """Returns the batch's lines. Raises _Rejected, _Lost."""
     options = SubmitOptions.from_json(batch.submit_options)
-    with _input_of(database, settings.files_dir, batch) as source:
+    with _input_of(database, settings, batch) as source:
         try:
             return _read(database, settings, batch, options, source, lease)
         except InputError as error:
@@ -299,7 +303,7 @@ def _read(
     database: Database, settings: Settings, batch: BatchRow, options: SubmitOptions, source: Source, lease: _Lease
 ) -> int:
     fails_lines = options.invalid_lines is InvalidLines.FAIL_LINE
-    asked = first_model(source)
+    asked = first_model(source, settings.gateway.max_batch_lines)
     model, line = asked or ("", 0)
     digest = None if asked is None else find_digest(database, settings.artifacts_dir, model)
     if asked is not None and digest is None:
@@ -395,8 +399,8 @@ def _fail(database: Database, batch: BatchRow, lease: _Lease, errors: list[Found
 
 
 @contextmanager
-def _input_of(database: Database, files_dir: Path, batch: BatchRow) -> Iterator[Source]:
-    """The batch's input file, open. Raises _Rejected when it is gone."""
+def _input_of(database: Database, settings: Settings, batch: BatchRow) -> Iterator[Source]:
+    """The batch's input file, open. Raises _Rejected when it is gone, or has far too many lines."""
     assert batch.input_file_public_id is not None
     with database.read() as connection:
         row = find_upload(connection, batch.tenant, batch.input_file_public_id)
@@ -407,8 +411,10 @@ def _input_of(database: Database, files_dir: Path, batch: BatchRow) -> Iterator[
     )
     if row is None:
         raise _Rejected([gone])
+    if row.lines > NEWLINES_A_LINE * settings.gateway.max_batch_lines:
+        raise _Rejected([_too_many(settings.gateway.max_batch_lines)])
     try:
-        file = (files_dir / row.path).open("rb")
+        file = (settings.files_dir / row.path).open("rb")
     except FileNotFoundError:
         if database.now() - batch.created_at < CONTENTS_PATIENCE_S:
             raise _ContentsElsewhere from None
@@ -498,5 +504,5 @@ class Validator:
             except StorageError as error:
                 log.warning("validation_waits", code=error.code, reason=error.message)
             except Exception as error:  # the thread must live: batches would wait for ever
-                log.error("validator_failed", kind=type(error).__name__)
+                log.error("validator_failed", **crash_facts(error))
             self._wake.wait(LOOK_EVERY_S)

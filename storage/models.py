@@ -213,6 +213,19 @@ class Batch(Base):
 
     __table_args__ = (
         Index("ix_batches_fingerprint", "tenant", "fingerprint"),
+        # Deleting a file looks for the batch that names it.
+        Index(
+            "ix_batches_output_file",
+            "output_file_id",
+            sqlite_where=text("output_file_id IS NOT NULL"),
+            postgresql_where=text("output_file_id IS NOT NULL"),
+        ),
+        Index(
+            "ix_batches_error_file",
+            "error_file_id",
+            sqlite_where=text("error_file_id IS NOT NULL"),
+            postgresql_where=text("error_file_id IS NOT NULL"),
+        ),
         # A tenant's batches as it lists them: without the many single calls.
         Index(
             "ix_batches_tenant",

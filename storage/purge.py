@@ -2,7 +2,7 @@
 
 `purge_text` empties prompts and answers of ended batches and keeps every row: who asked when, which attempts were made
 with which parameters, token counts, times, errors. `purge_rows` removes the rows of requests, results and attempts too;
-the batch with its counters stays. Both drop the batch's files; the caller unlinks what they name.
+the batch with its counters stays, unless it was a single request that somebody waited for. Both drop the batch's files; the caller unlinks what they name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
 
+from storage.bulk import one_of
 from storage.database import Database
 from storage.models import BatchStatus
+from storage.outbox import DELIVERIES
 from storage.transitions import ANSWERS, ATTEMPTS, BATCHES, FILES, PREFIXES, REQUESTS, RESULTS
 
 # Lines of one transaction.
@@ -45,7 +47,13 @@ def _purge(database: Database, ended_before: float, now: float, tenant: str | No
         batches = _due(connection, ended_before, tenant, rows_too)
     requests = 0
     paths: list[str] = []
-    for batch_id in batches:
+    with database.read() as connection:
+        single = _interactive_among(connection, batches)
+    for start in range(0, len(single), STEP_LINES):
+        with database.write() as connection:
+            _purge_interactive(connection, single[start : start + STEP_LINES], now, rows_too)
+    requests += len(single)
+    for batch_id in sorted(set(batches) - set(single)):
         after = 0
         while True:
             with database.write() as connection:
@@ -86,6 +94,28 @@ def _due(connection: Connection, ended_before: float, tenant: str | None, rows_t
     return sorted(found)
 
 
+def _interactive_among(connection: Connection, batches: list[int]) -> list[int]:
+    statement = select(BATCHES.c.id).where(one_of(BATCHES.c.id, "ids"), BATCHES.c.is_interactive)
+    return sorted(connection.execute(statement, {"ids": batches}).scalars())
+
+
+def _purge_interactive(connection: Connection, batches: list[int], now: float, rows_too: bool) -> None:
+    """Single requests, many at once. There may be millions, so with their rows their batches go too."""
+    which = {"ids": batches}
+    ids = select(REQUESTS.c.id).where(one_of(REQUESTS.c.batch_id, "ids"))
+    connection.execute(delete(ANSWERS).where(ANSWERS.c.request_id.in_(ids)), which)
+    if rows_too:
+        connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.request_id.in_(ids)), which)
+        connection.execute(delete(RESULTS).where(one_of(RESULTS.c.batch_id, "ids")), which)
+        connection.execute(delete(REQUESTS).where(one_of(REQUESTS.c.batch_id, "ids")), which)
+        connection.execute(delete(BATCHES).where(one_of(BATCHES.c.id, "ids")), which)
+        return
+    emptied: dict[str, Any] = {"body": None, "prefix_id": None, "question_hash": None}
+    connection.execute(update(REQUESTS).where(one_of(REQUESTS.c.batch_id, "ids")).values(emptied), which)
+    connection.execute(update(RESULTS).where(one_of(RESULTS.c.batch_id, "ids")).values(response=None), which)
+    connection.execute(update(BATCHES).where(one_of(BATCHES.c.id, "ids")).values(text_purged_at=now), which)
+
+
 def _purge_lines(connection: Connection, batch_id: int, first: int, last: int, rows_too: bool) -> None:
     ids = select(REQUESTS.c.id).where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line.between(first, last))
     connection.execute(delete(ANSWERS).where(ANSWERS.c.request_id.in_(ids)))
@@ -111,6 +141,7 @@ def _finish(connection: Connection, batch_id: int, now: float, rows_too: bool) -
     }
     if rows_too:
         values["rows_purged_at"] = now
+        connection.execute(delete(DELIVERIES).where(DELIVERIES.c.batch_id == batch_id))
     connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(values))
     paths = list(connection.execute(select(FILES.c.path).where(FILES.c.id.in_(files))).scalars())
     connection.execute(delete(FILES).where(FILES.c.id.in_(files)))

@@ -16,7 +16,15 @@ from sqlalchemy import Connection, and_, bindparam, func, literal, or_, select
 
 from storage.bulk import one_of
 from storage.database import Database
-from storage.models import FINAL_REQUEST_STATUSES, AttemptOutcome, BatchStatus, Door, RequestStatus, WorkerStatus
+from storage.models import (
+    FINAL_REQUEST_STATUSES,
+    AttemptOutcome,
+    BatchStatus,
+    Door,
+    RequestStatus,
+    ServedFrom,
+    WorkerStatus,
+)
 from storage.transitions import (
     ANSWERS,
     API_KEYS,
@@ -466,12 +474,6 @@ def open_batches(connection: Connection, status: BatchStatus) -> list[BatchRow]:
     return [BatchRow(**_batch_values(row)) for row in rows]
 
 
-def count_batches(connection: Connection) -> dict[BatchStatus, int]:
-    """All batches by status; a status that none has is there with 0."""
-    rows = connection.execute(select(BATCHES.c.status, func.count()).group_by(BATCHES.c.status))
-    return dict.fromkeys(BatchStatus, 0) | {BatchStatus(status): count for status, count in rows}
-
-
 def count_requests(connection: Connection, batch_id: int) -> dict[RequestStatus, int]:
     """Requests of a batch by status, counted row by row: for checks and details, not for progress."""
     rows = connection.execute(
@@ -677,6 +679,39 @@ def latency_percentiles(
     }
 
 
+def served_counts(connection: Connection, batch_id: int) -> dict[ServedFrom, int]:
+    """How many answers of a batch were not computed for it, by where they came from."""
+    rows = connection.execute(
+        select(ATTEMPTS.c.served_from, func.count())
+        .join_from(REQUESTS, ATTEMPTS, ATTEMPTS.c.request_id == REQUESTS.c.id)
+        .where(
+            REQUESTS.c.batch_id == batch_id,
+            ATTEMPTS.c.outcome == AttemptOutcome.COMPLETED.value,
+            ATTEMPTS.c.served_from.is_not(None),
+        )
+        .group_by(ATTEMPTS.c.served_from)
+    )
+    return {ServedFrom(served_from): count for served_from, count in rows}
+
+
+def worked_s(connection: Connection, batch_id: int, *, longest_pause_s: float) -> float:
+    """How long workers were at a batch: from each claim to the end of its attempt, what overlaps counted once, and
+    pauses between them up to a bound counted in."""
+    rows = connection.execution_options(yield_per=5000).execute(
+        select(ATTEMPTS.c.claimed_at, ATTEMPTS.c.finished_at)
+        .join_from(REQUESTS, ATTEMPTS, ATTEMPTS.c.request_id == REQUESTS.c.id)
+        .where(REQUESTS.c.batch_id == batch_id, ATTEMPTS.c.claimed_at.is_not(None))
+        .order_by(ATTEMPTS.c.claimed_at)
+    )
+    total, began_at, ended_at = 0.0, None, 0.0
+    for claimed_at, finished_at in rows:
+        if began_at is None or claimed_at > ended_at + longest_pause_s:
+            total += 0.0 if began_at is None else ended_at - began_at
+            began_at, ended_at = claimed_at, finished_at
+        ended_at = max(ended_at, finished_at)
+    return total if began_at is None else total + ended_at - began_at
+
+
 def _percentiles(ranked: Sequence[float]) -> Percentiles:
     count = len(ranked)
     p50, p90, p95, p99 = (ranked[-(-count * percent // 100) - 1] for percent in (50, 90, 95, 99))
@@ -713,9 +748,18 @@ def attempts_of(connection: Connection, request_id: int) -> list[Mapping[str, An
 
 
 def batches_at_work(connection: Connection, now: float) -> list[BatchRow]:
-    """Batches whose requests may be queued: in progress, not paused, before their deadline; by id."""
-    rows = connection.execute(select(BATCHES).where(OPEN_BATCH, IS_AT_WORK).order_by(BATCHES.c.id), {"now": now})
+    """Batches whose requests may be queued: in progress, not paused, before their deadline; by id.
+
+    Interactive ones only if they have a pending request: there may be hundreds, and theirs are mostly on their way.
+    """
+    statement = select(BATCHES).where(OPEN_BATCH, IS_AT_WORK, or_(BATCHES.c.is_interactive.is_(False), _HAS_PENDING))
+    rows = connection.execute(statement.order_by(BATCHES.c.id), {"now": now})
     return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+_HAS_PENDING = or_(
+    *(select(REQUESTS.c.id).where(kind, REQUESTS.c.batch_id == BATCHES.c.id).exists() for kind in PENDING_KINDS)
+)
 
 
 def queued_counts(connection: Connection) -> dict[tuple[str, bool], int]:
@@ -822,6 +866,20 @@ _ISOLATED = select(REQUESTS.c.id).where(
 )
 
 
+def claims_made(connection: Connection, ids: Collection[int], *, worker: str, claimed_at: float) -> dict[int, int]:
+    """Of these requests, those that a worker claimed at that very instant and still holds -> their attempt."""
+    rows = connection.execute(
+        select(REQUESTS.c.id, REQUESTS.c.attempt).where(
+            one_of(REQUESTS.c.id, "ids"),
+            REQUESTS.c.status.concat("") == RequestStatus.RUNNING.value,
+            REQUESTS.c.worker == worker,
+            REQUESTS.c.claimed_at == claimed_at,
+        ),
+        {"ids": sorted(ids)},
+    )
+    return {row.id: row.attempt for row in rows}
+
+
 def isolated_requests(connection: Connection, ids: Collection[int]) -> list[int]:
     """Of these, those that wait in the queue in isolation: to be claimed with nothing else in the worker's hands."""
     return sorted(connection.execute(_ISOLATED, {"ids": sorted(ids)}).scalars())
@@ -907,6 +965,13 @@ def list_workers(connection: Connection, *, since: float) -> list[WorkerRow]:
     """Workers of any status seen since an instant, by name."""
     statement = select(WORKERS).where(WORKERS.c.last_seen_at >= since).order_by(WORKERS.c.name)
     return [_worker(row) for row in connection.execute(statement)]
+
+
+def served_models(connection: Connection, since: float) -> dict[str, float]:
+    """Models that some worker has served since then -> when its first one started."""
+    first = func.min(WORKERS.c.started_at).label("first")
+    statement = select(WORKERS.c.model, first).where(WORKERS.c.last_seen_at >= since).group_by(WORKERS.c.model)
+    return {row.model: row.first for row in connection.execute(statement)}
 
 
 def last_death_at(connection: Connection, since: float) -> float | None:

@@ -1844,7 +1844,12 @@ def _refusal(line: RefusedLine) -> str:
 
 
 def _error_body(message: str, kind: str, param: str | None, code: str) -> str:
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    """As `jobs.protocol` writes JSON: compact, without the line separators that some readers of JSON Lines split at."""
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).translate(_LINE_SEPARATORS)
+
+
+_LINE_SEPARATORS = {ord(character): f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"}
 
 
 def _parts(rows: Sequence[_Row]) -> list[Sequence[_Row]]:

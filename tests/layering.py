@@ -25,6 +25,7 @@ DOORS = {
         "jobs/queue.py",
         "jobs/queue_guard.py",
         "jobs/reception.py",
+        "jobs/interactive.py",
         "jobs/dispatch.py",
         "jobs/sweep.py",
         "jobs/run.py",

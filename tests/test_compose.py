@@ -28,13 +28,13 @@ def test_each_variable_is_explained_in_the_example() -> None:
 
 def test_what_runs_on_is_restarted_and_looked_at(services: dict) -> None:
     running = {name: service for name, service in services.items() if service.get("restart") == "unless-stopped"}
-    assert set(running) == {"redis", "postgres", "worker", "tick", "flower"}
+    assert set(running) == {"redis", "postgres", "worker", "tick", "gateway", "door", "flower"}
     assert all("healthcheck" in service for service in running.values())
 
 
 def test_the_schema_comes_before_whoever_writes(services: dict) -> None:
     assert services["migrate"]["command"] == ["migrate"]
-    for name in ("worker", "tick", "cli"):
+    for name in ("worker", "tick", "gateway", "door", "cli"):
         assert services[name]["depends_on"]["migrate"] == {"condition": "service_completed_successfully"}
 
 

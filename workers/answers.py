@@ -255,7 +255,7 @@ def serve_again(prepared: PreparedRequest, known: StoredAnswer, served: Served) 
         attempt_number=claimed.attempt,
         status=RequestStatus.COMPLETED,
         status_code=200,
-        response=known.response,
+        response=protocol.with_response_id(known.response, f"{claimed.id:x}"),
         record=AttemptRecord(
             device=served.device,
             artifact_digest=served.artifact_digest,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jobs.logs import set_up_logs
-from jobs.settings import load_settings
+from jobs.settings import Settings, load_settings
 from storage.errors import PromptmillError
 from workers.models.description import DTYPES, DType
 
@@ -85,10 +85,13 @@ def convert(
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--threads", type=click.IntRange(min=1), help="Threads inside an operator. [all cores]")
 def verify(artifact: Path, threads: int | None) -> None:
-    """Check the bytes of ARTIFACT, and its logits against a float64 reference of the same weights."""
+    """Check the bytes of ARTIFACT (a folder, or a name in promptmill's home), and its logits against a float64
+    reference of the same weights.
+    """
     from workers.models.verify import verify as check
 
     with _errors_as_one_line():
+        artifact = _folder(artifact, load_settings())
         found = check(artifact, threads or os.cpu_count() or 1)
     click.echo(
         f"{artifact}: digests and epsilon as written; largest error of a logit {found.largest_error:.3g} "
@@ -98,7 +101,7 @@ def verify(artifact: Path, threads: int | None) -> None:
 
 
 @cli.command()
-@click.option("--artifact", type=click.Path(path_type=Path), required=True, help="The folder to serve.")
+@click.option("--artifact", type=click.Path(path_type=Path), required=True, help="What to serve: a folder, or a name.")
 @click.option("--model", help="The name that lines use. [the artifact's]")
 @click.option("--gpu", help="The GPU to run on: its number in nvidia-smi, or its UUID. [the first one visible]")
 @click.option("--parent-pid", type=int, help="Drain and leave when this process is gone.")
@@ -115,7 +118,7 @@ def worker(artifact: Path, model: str | None, gpu: str | None, parent_pid: int |
         set_up_logs(
             f"worker-{os.getpid()}", level=settings.log.level, file=settings.logs_dir / "worker.log", console=True
         )
-        raise SystemExit(run_worker(settings, artifact, model, parent_pid, gpu))
+        raise SystemExit(run_worker(settings, _folder(artifact, settings), model, parent_pid, gpu))
     except PromptmillError as error:
         click.echo(f"error: {error.message}", err=True)
         # A GPU that is not there now may come back; settings and artifacts do not mend themselves.
@@ -149,6 +152,12 @@ def devices(artifact: Path, gpus: str) -> None:
         loaded = load_artifact(artifact, check_digests=False)
         plan = plan_workers(gpus, settings.engine.flavour, loaded, os.environ, pynvml, cuda_trouble)
         click.echo(json.dumps(asdict(plan)))
+
+
+def _folder(named: Path, settings: Settings) -> Path:
+    """The artifact a user means: a folder, or a name in the home's `artifacts`. Loading refuses what is neither."""
+    at_home = settings.artifacts_dir / named
+    return at_home if at_home.is_dir() and not named.is_dir() else named
 
 
 @contextlib.contextmanager

@@ -42,7 +42,6 @@ XIDS_THAT_NEED_A_RESET = {
     110: "security fault",
     119: "the GPU's system processor does not answer",
     120: "the GPU's system processor failed",
-    136: "link training failed",
     140: "unrecovered memory error",
     143: "the GPU could not be initialized",
 }
@@ -379,10 +378,11 @@ class DeviceMonitor:
                 continue
             watched.read_at = time.monotonic()
             reason = self.look()
-            self._tell(reason)
             if reason:
                 log.critical("gpu_sick", gpu=self._device.name, uuid=self._device.uuid, reason=reason)
-                self._on_sick(reason)
+                self._on_sick(reason)  # before it is recorded, which may take a while where the database is away
+            self._tell(reason)
+            if reason:
                 break
         if events is not None:
             self._nvml.nvmlEventSetFree(events)

@@ -25,10 +25,14 @@ WantedFlavour = Literal["auto", "cpu", "cuda", "null"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """devices: a worker for each; none: workers on the CPU. reason: why no GPU is used where one might have been."""
+    """devices: a worker for each; none: workers on the CPU. reason: why no GPU is used where one might have been.
+
+    has_gpu: whether there is one.
+    """
 
     devices: tuple[Device, ...]
     reason: str = ""
+    has_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def plan_workers(
         return WorkerPlan(())
     chosen = choose_flavour("cuda" if gpus != "auto" and flavour == "auto" else flavour, artifact, trouble)
     if gpus == "auto" and chosen.flavour != "cuda":
-        return WorkerPlan((), chosen.reason)
+        return WorkerPlan((), chosen.reason, has_gpu=_find(None, environment.get(VISIBLE), nvml) is not None)
     with open_nvml(nvml):
         there = visible(list_devices(nvml), environment.get(VISIBLE))
     return WorkerPlan(tuple(choose("all" if gpus == "auto" else gpus, there)))

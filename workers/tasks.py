@@ -15,7 +15,7 @@ import hashlib
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from jobs.dispatch import top_up
 from jobs.queue import GIVE_UP, RUN_CHUNK, QueueError
 from jobs.settings import QueueSettings
 from storage import queries
-from storage.database import Database
+from storage.database import Connection, Database
 from storage.errors import PromptmillError, StorageError
 from storage.queries import StoredAnswer
 from storage.retries import DEFAULT_LIMITS, RetryLimits
@@ -40,6 +40,7 @@ from storage.transitions import (
     fail_requests,
     release_requests,
     stop_requests,
+    unqueue_requests,
 )
 from workers.answers import PreparedRequest, Served, answer, prepare, refusal, serve_again
 from workers.engine.request import DEVICE_FAILED, AnyEngine, Completion
@@ -162,6 +163,7 @@ class WorkerContext:
     replies: Replies
     limits: RetryLimits = DEFAULT_LIMITS
     answer_cache: bool = False
+    on_device_failed: Callable[[], None] = lambda: None  # ends the process; who finds it dead gives its requests back
     company: Company = field(default_factory=Company)
     attempts_log: AttemptsLog = field(default_factory=AttemptsLog)
     topping_up: threading.Lock = field(default_factory=threading.Lock)
@@ -225,12 +227,16 @@ def run_requests(context: WorkerContext, request_ids: Sequence[int]) -> None:
 def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
     claimed_at = time.monotonic()
     now = context.database.now()
-    claimed = context.database.retry(
-        lambda connection: claim_requests(
-            connection, request_ids, worker=context.name, lease_s=context.leases.lease_s, now=now
-        ),
-        durable=False,  # a claim that a crash forgets is one that nobody has run
-    )
+    tries = 0
+
+    def claim(connection: Connection) -> list[ClaimedRequest]:
+        nonlocal tries
+        tries += 1
+        return claim_requests(connection, request_ids, worker=context.name, lease_s=context.leases.lease_s, now=now)
+
+    claimed = context.database.retry(claim, durable=False)  # a claim that a crash forgets is one that nobody has run
+    if tries > 1:
+        _undo_unheard_claims(context, request_ids, claimed, now)
     if not claimed:
         log.debug("chunk_skipped", requests=len(request_ids))
         return
@@ -247,11 +253,25 @@ def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
             context.replies.ended(request)
 
 
+def _undo_unheard_claims(
+    context: WorkerContext, request_ids: Sequence[int], claimed: Sequence[ClaimedRequest], now: float
+) -> None:
+    """Hand back what an earlier try claimed: its commit went through and the word of it did not arrive."""
+    with context.database.read() as connection:
+        ours = queries.claims_made(connection, request_ids, worker=context.name, claimed_at=now)
+    heard = {request.id for request in claimed}
+    unheard = {request_id: attempt for request_id, attempt in ours.items() if request_id not in heard}
+    if unheard:
+        context.database.retry(lambda connection: release_requests(connection, unheard, worker=context.name, now=now))
+        log.warning("claims_unheard", requests=len(unheard))
+
+
 def _run(
     context: WorkerContext, claimed: Sequence[ClaimedRequest], claimed_at: float, unrecorded: dict[int, int]
 ) -> None:
     """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way."""
     recorded: list[Future[set[int]]] = []
+    handed_over: set[int] = set()  # to the recorder
     released: dict[int, int] = {}
     failed: list[RequestOutcome] = []
     stopped: dict[int, int] = {}  # cancelled: the batch ends, or the lease was lost and somebody else answers it
@@ -262,7 +282,7 @@ def _run(
         if not isinstance(error, PromptmillError):
             error = _internal_error(request, error)
         if error.code == DEVICE_FAILED:
-            return  # this process ends in a moment, and whoever finds it dead gives its requests back
+            context.on_device_failed()  # at once, so that it is known what ran: one of these may have done it
         if error.code == "engine_closed":
             released[request.id] = request.attempt
         elif error.retryable:
@@ -275,6 +295,7 @@ def _run(
             recorded.append(context.recorder.record(tuple(ended), is_urgent=is_urgent))
             for outcome in ended:
                 unrecorded.pop(outcome.request_id, None)
+                handed_over.add(outcome.request_id)
             ended.clear()
 
     running = 0
@@ -342,9 +363,13 @@ def _run(
                 context.attempts_log.write(request, outcome)
         record()
 
-    for written in recorded:
-        written.result()
+    counted = {request_id for written in recorded for request_id in written.result()}
     _hand_back(context, released, failed, stopped, unrecorded)
+    # Not held any more. When it was a crash of the database that has forgotten the claim, they stand there as queued,
+    # and the message that they wait for is this one.
+    forgotten = (handed_over - counted) | stopped.keys()
+    if forgotten:
+        context.database.retry(lambda connection: unqueue_requests(connection, forgotten))
 
 
 def _take_all(finished: SimpleQueue[_Running]) -> Iterator[_Running]:

@@ -149,8 +149,11 @@ def _consume(
             replies=replies,
             limits=RetryLimits(max_attempts=settings.worker.max_attempts, backoff_s=settings.worker.retry_backoff_s),
             answer_cache=settings.worker.answer_cache,
+            on_device_failed=watch.end,
         )
         register_tasks(context)
+        # Celery sets the root logger's level as it likes unless somebody says that logging is set up.
+        signals.setup_logging.connect(_logging_is_set_up, weak=False)
         line = InteractiveLine(
             InteractiveQueue(settings.queue, served_name),
             lambda request_ids: run_requests(context, request_ids),
@@ -328,6 +331,12 @@ class _Watch:
         self._stop.set()
         self._thread.join()
 
+    def end(self) -> None:
+        """The engine has died: end the process, and say whether the GPU is to blame."""
+        reason = self._why_sick()
+        log.critical("engine_gone", gpu=reason)
+        os._exit(EXIT_GPU if reason else EXIT_ENGINE)
+
     def _loop(self) -> None:
         while not self._stop.wait(WATCH_S):
             if self._parent_pid is not None and os.getppid() != self._parent_pid and not self._drain.has_begun:
@@ -335,13 +344,15 @@ class _Watch:
                 os.kill(os.getpid(), signal.SIGTERM)
             status = self._engine.status()
             if not status.is_alive and not self._drain.has_begun:
-                reason = self._why_sick()
-                log.critical("engine_gone", gpu=reason)
-                os._exit(EXIT_GPU if reason else EXIT_ENGINE)
+                self.end()
             age = time.monotonic() - status.last_step_at
             if status.running and age > self._limit_s:
                 log.critical("engine_stuck", seconds=round(age), limit=self._limit_s)
                 os._exit(EXIT_ENGINE)
+
+
+def _logging_is_set_up(**_: object) -> None:
+    """Being there is enough: `jobs/logs.py` has done it."""
 
 
 def _touch(alive_file: Path) -> None:

@@ -53,7 +53,7 @@ def create_app(settings: Settings) -> FastAPI:
             app.state.rate = RequestRate(redis_url(served.queue.url))
             stack.push_async_callback(app.state.rate.close)
             app.state.standing = Standing(database, served.artifacts_dir)
-            app.state.replies = await stack.enter_async_context(Replies(database, celery, redis_url(served.queue.url)))
+            app.state.replies = await stack.enter_async_context(Replies(app.state.gateway, redis_url(served.queue.url)))
             app.state.validator = stack.enter_context(Validator(database, served))
             yield
 

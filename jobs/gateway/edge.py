@@ -7,21 +7,24 @@ before a byte is read) and by what comes; a client that stops in the middle is a
 from __future__ import annotations
 
 import asyncio
-import traceback
 import uuid
 from collections.abc import Callable
 from time import monotonic
 
 import structlog
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.gateway.errors import ApiError, internal_error, render
+from jobs.logs import crash_facts
 
 log = structlog.get_logger(__name__)
 
 REQUEST_ID_CHARACTERS = 200
 # method, route, status, seconds to the end of the answer
 Observe = Callable[[str, str, int, float], None]
+# Slower than this, on average, nobody sends: what drips holds a connection and a file for ever.
+LEAST_BYTES_PER_S = 1024
 # What the upload's multipart frame may take beside the file itself.
 FRAME_BYTES = 64 * 1024
 
@@ -74,10 +77,10 @@ class Edge:
             if status:
                 raise ResponseAborted from None
             await render(error)(scope, receive, send_with_id)
+        except ClientDisconnect:
+            log.info("client_left")  # in the midst of its request: there is nobody to answer
         except Exception as error:
-            # The frames and the kind of the error, never its text: that may quote a prompt.
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            log.error("call_crashed", kind=type(error).__name__, traceback=frames)
+            log.error("call_crashed", **crash_facts(error))
             if status:
                 raise ResponseAborted from None
             await render(internal_error())(scope, receive, send_with_id)
@@ -101,6 +104,7 @@ class _Body:
         self._timeout_s = timeout_s
         self._seen = 0
         self._is_whole = False
+        self._began = monotonic()
 
     def refuse_by_headers(self, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError 413, or 415 for a compressed body: what it unpacks to would be bounded by nothing."""
@@ -122,12 +126,9 @@ class _Body:
             async with asyncio.timeout(self._timeout_s):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"nothing came for {self._timeout_s:g} s in the midst of the request; send it again",
-                code="request_timeout",
-                headers={"Connection": "close", "x-should-retry": "true"},
-            ) from None
+            raise _too_slow(f"nothing came for {self._timeout_s:g} s in the midst of the request") from None
+        if monotonic() - self._began > self._timeout_s + self._seen / LEAST_BYTES_PER_S:
+            raise _too_slow(f"the request comes at less than {LEAST_BYTES_PER_S} bytes/s")
         if message["type"] != "http.request":
             return message
         self._seen += len(message.get("body", b""))
@@ -135,6 +136,15 @@ class _Body:
             raise too_large(self._max_bytes)
         self._is_whole = not message.get("more_body", False)
         return message
+
+
+def _too_slow(message: str) -> ApiError:
+    return ApiError(
+        408,
+        f"{message}; send it again",
+        code="request_timeout",
+        headers={"Connection": "close", "x-should-retry": "true"},
+    )
 
 
 def too_large(max_bytes: int) -> ApiError:

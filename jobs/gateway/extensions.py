@@ -131,7 +131,10 @@ def list_results(
     response_class=FileResponse,
     responses={
         200: {"description": "One row for each finished line.", "content": {kind: {} for kind in MEDIA_TYPES.values()}},
-        206: {"description": "The range asked for.", "content": {kind: {} for kind in MEDIA_TYPES.values()}},
+        206: {
+            "description": "The range asked for, or several of them.",
+            "content": {kind: {} for kind in (*MEDIA_TYPES.values(), "multipart/byteranges")},
+        },
         416: {"description": "The range is beyond the end.", "content": {"text/plain": {}}},
     },
 )

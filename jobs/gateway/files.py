@@ -117,7 +117,10 @@ def get_file(file_id: str, gateway: TheGateway, caller: KnownCaller) -> dict[str
     response_class=FileResponse,
     responses={
         200: {"description": "The contents.", "content": {"application/octet-stream": {}}},
-        206: {"description": "The range asked for.", "content": {"application/octet-stream": {}}},
+        206: {
+            "description": "The range asked for, or several of them.",
+            "content": {"application/octet-stream": {}, "multipart/byteranges": {}},
+        },
         416: {"description": "The range is beyond the end.", "content": {"text/plain": {}}},
     },
 )

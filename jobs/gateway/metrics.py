@@ -14,6 +14,7 @@ from jobs.gateway.state import Gateway, TheGateway
 from jobs.queue import queue_depth
 from storage import queries
 from storage.errors import PromptmillError
+from storage.models import BatchStatus
 
 router = APIRouter(tags=["health"])
 
@@ -45,6 +46,7 @@ class CallMetrics:
         self._seconds.labels(method, route).observe(seconds)
 
 
+OPEN_STATUSES = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 METHODS = ("GET", "POST", "DELETE", "PATCH", "PUT", "HEAD", "OPTIONS")
 
 
@@ -60,7 +62,7 @@ def _standing(gateway: Gateway) -> CollectorRegistry:
     """Gauges over the database and the queue, as far as they can be reached."""
     registry = CollectorRegistry()
     reached = Gauge("promptmill_reachable", "1: the service answered just now", ("service",), registry=registry)
-    batches = Gauge("promptmill_batches", "Batches by status", ("status",), registry=registry)
+    batches = Gauge("promptmill_batches", "Batches that have not ended, by status", ("status",), registry=registry)
     ready = Gauge("promptmill_workers_ready", "Workers that can take requests, by model", ("model",), registry=registry)
     depth = Gauge(
         "promptmill_queue_messages",
@@ -81,12 +83,13 @@ def _standing(gateway: Gateway) -> CollectorRegistry:
     try:
         now = gateway.database.now()
         with gateway.database.read() as connection:
-            for status, count in queries.count_batches(connection).items():
-                batches.labels(status.value).set(count)
+            for status in OPEN_STATUSES:
+                batches.labels(status.value).set(0)
             for worker in queries.live_workers(connection, now):
                 ready.labels(worker.model).inc()
                 models.add(worker.model)
             for batch in queries.unfinished_batches(connection):
+                batches.labels(batch.status.value).inc()
                 open_requests.labels(batch.model).inc(batch.remaining_requests)
                 models.add(batch.model)
             for (model, is_interactive), count in queries.queued_counts(connection).items():

@@ -18,14 +18,13 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 import structlog
-from celery import Celery
 from redis.exceptions import RedisError
 
 from jobs import interactive
+from jobs.gateway.state import Gateway
 from jobs.interactive import Asked
 from jobs.queue import interactive_entry, queue_name
 from storage import queries, transitions
-from storage.database import Database
 from storage.errors import StorageError
 from storage.queries import ResultRow
 
@@ -92,11 +91,11 @@ class Wait:
 class Replies:
     """One for each application. Use as `async with Replies(...) as replies`."""
 
-    def __init__(self, database: Database, celery: Celery, url: str) -> None:
+    def __init__(self, gateway: Gateway, url: str) -> None:
         """url: of Redis, as the redis package writes it."""
         self.channel = f"promptmill.replies.{uuid.uuid4().hex}"
-        self._database = database
-        self._celery = celery
+        self._database = gateway.database
+        self._celery = gateway.celery
         self._client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=5)
         self._waits: dict[int, set[Wait]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="replies")

@@ -12,6 +12,7 @@ from pathlib import Path
 from fastapi.concurrency import run_in_threadpool
 
 from jobs.artifacts import ModelNotFound, find_artifact, known_artifacts
+from jobs.validation import MODEL_KNOWN_S
 from storage import queries
 from storage.database import Database
 from storage.models import WorkerStatus
@@ -39,12 +40,16 @@ class Standing:
     def __init__(self, database: Database, artifacts_dir: Path) -> None:
         self._database = database
         self._artifacts_dir = artifacts_dir
+        self._seen: dict[str, float] | None = None  # models that had workers once -> since when
         self._models: Mapping[str, ModelStanding] = {}
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
 
     async def models(self) -> Mapping[str, ModelStanding]:
-        """By name: models that have workers, and those whose artifact lies in the home. Raises StorageError."""
+        """By name: models that have workers or lately had, and those whose artifact lies in the home.
+
+        Raises StorageError.
+        """
         if time.monotonic() - self._read_at > KNOWN_FOR_S:
             async with self._lock:
                 if time.monotonic() - self._read_at > KNOWN_FOR_S:
@@ -57,7 +62,12 @@ class Standing:
         with self._database.read() as connection:
             workers = queries.list_workers(connection, since=now - queries.WORKER_SEEN_S)
             lines = queries.interactive_load(connection)
-        found: dict[str, ModelStanding] = {}
+            if self._seen is None:
+                self._seen = queries.served_models(connection, now - MODEL_KNOWN_S)
+        for row in workers:
+            self._seen.setdefault(row.model, row.started_at)
+        # Workers that have died, or are stopped for an upgrade, come back: their model is away, not unknown.
+        found = {model: ModelStanding(model, since) for model, since in self._seen.items()}
         for path in known_artifacts(self._artifacts_dir):
             try:
                 artifact = find_artifact(str(path), self._artifacts_dir)
@@ -70,11 +80,10 @@ class Standing:
         for model in sorted({*ready, *starting}):
             mine = [row for row in workers if row.model == model]
             digests = {row.artifact_digest for row in mine if row.status is WorkerStatus.READY}
-            known = found.get(model)
             waiting, since = lines.get(model, (0, now))
             found[model] = ModelStanding(
                 name=model,
-                created_at=known.created_at if known else min(row.started_at for row in mine),
+                created_at=found[model].created_at,
                 digest=next(iter(digests)) if len(digests) == 1 else None,
                 workers=ready[model],
                 starting=starting[model],

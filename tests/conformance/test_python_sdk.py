@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -372,10 +376,13 @@ def test_contents_and_streams_can_be_read_piece_by_piece(client: openai.OpenAI) 
 
 
 def test_many_streams_at_once_keep_apart(live: ServedMill, tenant: str) -> None:
-    """The asynchronous client; each caller gets the answer to its own question, token by token and whole alike."""
+    """The asynchronous client; each caller gets the answer to its own question, token by token and whole alike.
+
+    The null engine answers with the end of the prompt, sixteen characters here.
+    """
 
     async def one(client: openai.AsyncOpenAI, number: int) -> tuple[str, str]:
-        question: list[Any] = [{"role": "user", "content": f"What comes after no. {number:06d}?"}]
+        question: list[Any] = [{"role": "user", "content": f"What comes after no. {number:02d}"}]
         stream = await client.chat.completions.create(model=MODEL, messages=question, max_tokens=40, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         whole = await client.chat.completions.create(model=MODEL, messages=question, max_tokens=40)
@@ -387,7 +394,7 @@ def test_many_streams_at_once_keep_apart(live: ServedMill, tenant: str) -> None:
 
     for number, (text, whole) in enumerate(asyncio.run(all_of_them())):
         assert text == whole
-        assert f"{number:06d}" in text
+        assert f"{number:02d}" in text
 
 
 def test_a_client_that_waits_no_longer_raises_a_timeout(live: ServedMill, tenant: str) -> None:
@@ -428,3 +435,25 @@ def test_failures_raise_the_sdks_own_exceptions(live: ServedMill, client: openai
             return False
 
         wait_until(is_refused, what="the quota's effect")
+
+
+def test_a_batch_script_moves_here_by_its_base_url(live: ServedMill, tenant: str) -> None:
+    """A script that knows only OpenAI, as a process: what is set is where it looks and with which key."""
+    script = Path(__file__).parents[2] / "examples" / "openai_batch.py"
+    questions = ["Which is no. 11", "Which is no. 22", "x" * 4000]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PROMPTMILL_"))}
+    ran = subprocess.run(
+        [sys.executable, str(script), "--model", MODEL, "--max-tokens", "40", *questions],
+        cwd=live.mill.folder,
+        env=environment | {"OPENAI_BASE_URL": live.url, "OPENAI_API_KEY": live.key(tenant)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "completed, 2 of 3 answered, 1 failed" in ran.stdout
+    for question in questions[:2]:
+        _, _, answer = ran.stdout.partition(f"+ {question}\n")
+        assert question[-2:] in answer.splitlines()[0]
+    assert "refused: " in ran.stdout

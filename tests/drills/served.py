@@ -47,6 +47,11 @@ class ServedMill:
 
         self.mill.wait(is_ready, "the gateway's start")
 
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
     def _last_words(self, what: str) -> str:
         return f"{what}:\n{(self.mill.folder / 'serve.out').read_text(errors='replace')[-2000:]}"
 

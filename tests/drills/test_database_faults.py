@@ -17,7 +17,7 @@ from tests.drills.mill import Mill
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_postgres_crashes_and_comes_back(make_mill: MakeMill, record: Record) -> None:
     """An immediate shutdown is a crash: whatever was not yet written out is gone, claims among it."""
     mill = make_mill("postgres", "log", seed=13)
@@ -35,7 +35,7 @@ def test_postgres_crashes_and_comes_back(make_mill: MakeMill, record: Record) ->
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_postgres_is_away_for_a_minute(make_mill: MakeMill, record: Record) -> None:
     mill = make_mill("postgres", "log", seed=14)
     mill.up(workers=2)
@@ -52,7 +52,7 @@ def test_postgres_is_away_for_a_minute(make_mill: MakeMill, record: Record) -> N
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_postgres_is_frozen(make_mill: MakeMill, record: Record) -> None:
     mill = make_mill("postgres", "log", seed=15)
     mill.up(workers=2)
@@ -67,7 +67,7 @@ def test_postgres_is_frozen(make_mill: MakeMill, record: Record) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_sqlite_file_is_locked_for_half_a_minute(make_mill: MakeMill, record: Record) -> None:
     mill = make_mill("sqlite", "embedded", seed=16)
     mill.up(workers=2)
@@ -85,7 +85,7 @@ def test_the_sqlite_file_is_locked_for_half_a_minute(make_mill: MakeMill, record
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_disk_is_full(make_mill: MakeMill, record: Record, tmp_path: Path) -> None:
     """Everything of the home is on a disk that fills up: database, logs, the queue server's log, result files."""
     with small_disk(tmp_path / "home", megabytes=48):
@@ -105,7 +105,7 @@ def test_the_disk_is_full(make_mill: MakeMill, record: Record, tmp_path: Path) -
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_no_file_can_grow(make_mill: MakeMill, record: Record) -> None:
     """The same where no disk can be mounted: supervisor and workers may not make any file longer."""
     mill = make_mill("sqlite", "log", seed=18)

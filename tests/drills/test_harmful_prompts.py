@@ -18,8 +18,11 @@ HELD = "SELECT COUNT(*) FROM requests WHERE status = 'running' AND worker LIKE :
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("database", "kind"), [("sqlite", "dies"), ("postgres", "dies"), ("sqlite", "hangs")])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("database", "kind"),
+    [("sqlite", "dies"), ("postgres", "dies"), ("sqlite", "hangs"), ("sqlite", "loses_device")],
+)
 def test_a_prompt_that_ends_every_worker_fails_alone(
     make_mill: MakeMill, record: Record, database: str, kind: str
 ) -> None:
@@ -32,10 +35,10 @@ def test_a_prompt_that_ends_every_worker_fails_alone(
     places = [137, 600, 1999][: scaled(3)]
     mill.submit(2000, ends=dict.fromkeys(places, DEADLY))
     mill.wait_until_done()
-    assert mill.says("engine_stuck" if kind == "hangs" else "exit code 139")
+    assert mill.says({"dies": "exit code 139", "hangs": "engine_stuck", "loses_device": "engine_gone"}[kind])
     row = record(
         mill,
-        f"prompt that {kind.removesuffix('s')}s the engine",
+        "prompt that hangs the engine" if kind == "hangs" else "prompt that kills its worker",
         faults=len(places),
         allowed_failures=["poison_prompt"],
     )
@@ -46,7 +49,7 @@ def test_a_prompt_that_ends_every_worker_fails_alone(
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_a_zombie_writes_after_its_leases_ran_out(make_mill: MakeMill, record: Record, database: str) -> None:
     """Frozen past its leases, it comes back while others do its work: the fence keeps its answers out."""

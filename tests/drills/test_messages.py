@@ -15,7 +15,7 @@ from tests.drills.conftest import MakeMill, Record, scaled
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_each_message_comes_ten_times(make_mill: MakeMill, record: Record, database: str) -> None:
     """To two workers at once; half of the copies under the same delivery tag."""
@@ -51,7 +51,7 @@ def copies_of(message: bytes, count: int) -> list[bytes]:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_malformed_messages_are_pushed_by_hand(make_mill: MakeMill, record: Record, database: str) -> None:
     """What stock Celery answers with endless loops and exits. A process that ends is started again."""

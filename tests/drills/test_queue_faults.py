@@ -13,7 +13,7 @@ from tests.drills.mill import Mill
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("database", "queue", "times"), [("sqlite", "embedded", 16), ("postgres", "log", 14), ("sqlite", "no log", 14)]
 )
@@ -39,7 +39,7 @@ def test_the_queue_server_is_killed(make_mill: MakeMill, record: Record, databas
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_the_queue_is_wiped(make_mill: MakeMill, record: Record, database: str) -> None:
     mill = make_mill(database, "embedded", seed=8)
@@ -55,7 +55,7 @@ def test_the_queue_is_wiped(make_mill: MakeMill, record: Record, database: str) 
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_connections_to_the_queue_are_cut(make_mill: MakeMill, record: Record, database: str) -> None:
     """Each cut gives what the workers have in their hands out again while they still run it; three within a second."""
@@ -79,7 +79,7 @@ def cut(mill: Mill) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seconds", [5, 40])
 def test_the_queue_server_is_frozen(make_mill: MakeMill, record: Record, seconds: int) -> None:
     """A black hole: connections stand, nothing answers."""
@@ -99,7 +99,7 @@ def test_the_queue_server_is_frozen(make_mill: MakeMill, record: Record, seconds
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_queue_server_refuses_to_write(make_mill: MakeMill, record: Record) -> None:
     """READONLY, as after a failover to a replica."""
     mill = make_mill("sqlite", "log", seed=11)
@@ -118,7 +118,7 @@ def test_the_queue_server_refuses_to_write(make_mill: MakeMill, record: Record) 
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_queue_server_has_no_memory_left(make_mill: MakeMill, record: Record) -> None:
     mill = make_mill("sqlite", "log", seed=12)
     mill.up(workers=2)

@@ -13,6 +13,8 @@ from tests.drills.test_commits import Plan
 from tests.drills.test_commits import plan as plan  # the fixture
 from tests.drills.test_worker_kills import SOON, kill_busy_workers
 
+pytestmark = pytest.mark.timeout(900)  # a slow machine is no fault
+
 
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_nothing_is_lost_when_workers_and_servers_die(make_mill: MakeMill, record: Record, database: str) -> None:

@@ -27,7 +27,7 @@ def keep_workers(mill: Mill, times: int, *signums: int) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("database", "name", "signums"),
     [
@@ -49,7 +49,7 @@ def test_workers_told_to_stop(
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_the_supervisor_is_killed_and_started_again(make_mill: MakeMill, record: Record, database: str) -> None:
     """Its workers drain by themselves; the next supervisor adopts the embedded queue server."""
@@ -66,7 +66,7 @@ def test_the_supervisor_is_killed_and_started_again(make_mill: MakeMill, record:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_the_supervisor_is_told_to_stop(make_mill: MakeMill, record: Record, times: int) -> None:
     """Once it drains, twice it hands back at once, thrice it kills."""

@@ -28,7 +28,7 @@ def kill_busy_workers(mill: Mill, times: int, *, batch_of: int = 2000) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_workers_killed_under_a_supervisor(make_mill: MakeMill, record: Record, database: str) -> None:
     mill = make_mill(database, "embedded", faults=[SOON], seed=1)
@@ -40,7 +40,7 @@ def test_workers_killed_under_a_supervisor(make_mill: MakeMill, record: Record, 
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_workers_killed_where_nobody_sees_it(make_mill: MakeMill, record: Record, database: str) -> None:
     """Only their leases, of three seconds here, tell."""
@@ -59,7 +59,7 @@ def test_workers_killed_where_nobody_sees_it(make_mill: MakeMill, record: Record
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_workers_killed_while_a_real_engine_runs(make_mill: MakeMill, record: Record, tmp_path: Path) -> None:
     """A trained model of 260 thousand parameters; each answer is compared with that of a run without faults."""
     artifact = convert(str(stories_folder()), tmp_path / "stories", dtype="float32", cache=tmp_path).path

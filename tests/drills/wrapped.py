@@ -61,7 +61,7 @@ def wrap_workers() -> None:
 
 @fault
 def crash_at_commit(log: str, point: str = "", nth: int = 0, when: str = "") -> None:
-    """Die by SIGKILL at the nth commit of a commit point, and note in the folder `log` which points were met.
+    """Die by SIGKILL at the nth commit of a commit point. In the folder `log` each point has a file, a byte a commit.
 
     A commit point is a function that makes a write transaction, `module:function`. when: `before` the commit, with all
     statements of the transaction made, or `after` it. Without a point nothing dies.
@@ -84,7 +84,8 @@ def crash_at_commit(log: str, point: str = "", nth: int = 0, when: str = "") -> 
         with lock:
             met[name] += 1
             number = met[name]
-        (folder / name).touch()
+        with (folder / name).open("ab") as file:
+            file.write(b".")
         with write(database, durable=durable) as connection:
             yield connection
             die_if_it_is_time(name, number, "before")
@@ -127,6 +128,18 @@ def engine_hangs_on(marker: list[int]) -> None:
     _on_marker(marker, lambda: time.sleep(3600))
 
 
+@fault
+def engine_loses_device_on(marker: list[int]) -> None:
+    """The device runs nothing any more after a prompt that holds these token ids, as CUDA after an illegal access."""
+    from storage.errors import PromptmillError
+    from workers.engine.request import DEVICE_FAILED
+
+    def lose() -> None:
+        raise PromptmillError("the device is gone", code=DEVICE_FAILED, retryable=True)
+
+    _on_marker(marker, lose)
+
+
 def _on_marker(marker: list[int], harm: Callable[[], None]) -> None:
     from workers.engine.null import NullEngine
 
@@ -154,12 +167,12 @@ def restarts_soon(longest_s: float) -> None:
 
 
 @fault
-def clock_jumps(by_s: float, at: float) -> None:
-    """The wall clock jumps at a moment of the steady clock, which all processes of a host share and which goes on."""
-    real = time.time
+def clock_jumps(by_s: float, when_there_is: str) -> None:
+    """The wall clock jumps as soon as that file is there, for all processes at once; the steady clock goes on."""
+    real, signal_file = time.time, Path(when_there_is)
 
     def jumped() -> float:
-        return real() + (by_s if time.monotonic() > at else 0.0)
+        return real() + (by_s if signal_file.exists() else 0.0)
 
     time.time = jumped
 

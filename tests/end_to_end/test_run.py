@@ -72,6 +72,9 @@ def test_the_reference_stories_come_back_word_for_word(home: Home) -> None:
     assert got == {f"g{n}": each["completion"] for n, each in enumerate(known)}
     assert "12 answered" in done.stderr
     assert "latency, first token" in done.stderr
+    logged = [line["event"] for line in read_lines(home.path / "logs" / "worker.log")]
+    assert "worker_ready" in logged
+    assert logged.count("attempt_completed") == 12
     assert not (home.work / "known.errors.jsonl").exists()
     assert home.descendants() == []
     assert home.queue_server_pids() == []
@@ -149,6 +152,15 @@ def test_interrupted_it_stops_cleanly_and_goes_on_where_it_stood(home: Home, sig
     assert len(complete) == 600
     assert complete | partial == complete
     assert_everything_once(home, 600)
+
+
+def test_a_job_that_is_cancelled_has_not_answered_all(home: Home) -> None:
+    """The exit code says whether every line has its answer, not whether one failed."""
+    process = home.start_job(home.write_lines("in.jsonl", story_lines(600)))
+    home.wait_for_results(1)
+    assert home.run("cancel", "last").returncode == 0
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1, err
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost_or_doubled(home: Home) -> None:

@@ -330,7 +330,7 @@ def test_told_to_stop_twice_it_hands_back_at_once_and_the_next_one_goes_on(home:
     began = time.monotonic()
     _, err = process.communicate(timeout=90)  # type: ignore[attr-defined]
     assert process.returncode == 0, err  # type: ignore[attr-defined]
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0, "the grace of 30 s was not cut short"
     assert "handing back" in err
     assert home.descendants() == []
     assert home.queue_server_pids() == []

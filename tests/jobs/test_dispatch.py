@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.dispatch import (
+    LARGEST_CHUNK,
     LEAST_WINDOW,
+    MOST_WINDOW,
     Candidate,
     Fleet,
     choose,
@@ -20,6 +22,7 @@ from jobs.dispatch import (
     top_up,
     wants_more,
     window,
+    worthwhile_chunk,
 )
 from jobs.queue import QueueError, make_app, queue_depth, waiting_ids
 from jobs.settings import QueueSettings, Settings
@@ -46,6 +49,16 @@ def test_a_window_is_twice_what_the_workers_run_and_never_tiny() -> None:
     assert window(Fleet(workers=0, slots=0)) == LEAST_WINDOW
     assert window(Fleet(workers=1, slots=64)) == LEAST_WINDOW
     assert window(Fleet(workers=8, slots=8 * 256)) == 2 * 8 * 256
+
+
+def test_workers_that_answer_fast_get_a_longer_window_and_larger_chunks() -> None:
+    """Or the queue would run dry between two top-ups, and messages would be what their time goes into."""
+    assert window(Fleet(workers=1, slots=64, requests_per_s=3000.0)) == 3000
+    assert window(Fleet(workers=1, slots=64, requests_per_s=1e9)) == MOST_WINDOW
+    assert worthwhile_chunk(Fleet(workers=1, slots=64, requests_per_s=5.0), 32) == 32
+    assert worthwhile_chunk(Fleet(workers=2, slots=64, requests_per_s=2000.0), 32) == 100
+    assert worthwhile_chunk(Fleet(workers=1, slots=64, requests_per_s=1e9), 32) == LARGEST_CHUNK
+    assert worthwhile_chunk(Fleet(workers=0, slots=0), 1) == 1
 
 
 def test_a_top_up_is_worth_its_price_below_half_the_window() -> None:

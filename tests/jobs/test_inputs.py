@@ -102,6 +102,14 @@ class TestFormats:
         assert [item.custom_id for item in items] == ["line-1", "second", "third", "line-4"]
         assert json.loads(items[0].body)["max_tokens"] == 5  # type: ignore[union-attr]
 
+    def test_a_template_sees_a_line_of_text_as_its_prompt(self, write: Write) -> None:
+        path = write("in.txt", b"What is tea?\n\nAnd milk?\n")
+        items = read(path, template=PromptTemplate("Answer briefly: {{ prompt }}"))
+        assert texts(items) == [["user: Answer briefly: What is tea?"], ["user: Answer briefly: And milk?"]]
+        with pytest.raises(InputError, match="prompt") as caught:
+            read(path, template=PromptTemplate("{{ question }}"))
+        assert caught.value.code == "missing_column"
+
     def test_a_text_file_is_a_prompt_a_line(self, write: Write) -> None:
         items = read(write("in.txt", "first \r\n\n  \nschön\nno newline".encode()))
         assert [(item.line, item.custom_id) for item in items] == [(1, "line-1"), (4, "line-4"), (5, "line-5")]

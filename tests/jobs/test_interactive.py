@@ -19,6 +19,7 @@ from storage import queries, transitions
 from storage.database import Database
 from storage.errors import InvalidRequest
 from storage.models import BatchStatus, Door, RequestStatus
+from storage.purge import purge_rows, purge_text
 from storage.queries import BatchRow
 from storage.transitions import REQUESTS, AttemptRecord, RequestOutcome
 
@@ -208,3 +209,35 @@ def test_a_worker_takes_the_oldest_entry_and_can_put_it_back(app: Celery, databa
     line.put_back([first.request_id])
     assert [line.take(1.0), line.take(1.0)] == [[first.request_id], [second.request_id]]
     line.close()
+
+
+def test_single_requests_stay_out_of_lists_and_go_with_the_others(database: Database, app: Celery) -> None:
+    """Millions of them must not be in the way, and what people wrote is kept no longer than in a batch."""
+    answered, open_ = ask(database, app, idempotency_key="k"), ask(database, app)
+    record(database, answered, claim(database, answered))
+    with database.read() as connection:
+        assert queries.list_batches(connection) == []
+        assert queries.batches_at_work(connection, database.now()) == []  # its request is on its way
+    later = database.now() + 1.0
+    purged = purge_text(database, ended_before=later, now=later)
+    assert (purged.batches, purged.requests) == (1, 1)
+    result = interactive.result_of(database, answered.request_id)
+    assert result is not None
+    assert (result.status_code, result.response) == (200, None)
+    assert purge_text(database, ended_before=later, now=later).batches == 0
+    assert purge_rows(database, ended_before=later, now=later).requests == 1
+    with database.read() as connection:
+        assert queries.find_batch_by_id(connection, answered.batch_id) is None
+        assert queries.find_batch_by_id(connection, open_.batch_id) is not None
+    assert ask(database, app, idempotency_key="k").is_new
+
+
+def test_a_dead_workers_request_is_sent_again_with_its_deadline(database: Database, app: Celery) -> None:
+    asked = ask(database, app)
+    claim(database, asked)
+    with database.write() as connection:
+        assert transitions.abandon_worker(connection, "w1", database.now(), exit_code=-9) == [asked.request_id]
+    with database.read() as connection:
+        assert [batch.id for batch in queries.batches_at_work(connection, database.now())] == [asked.batch_id]
+    assert interactive.send_again(database, app, [asked.request_id]) == 1
+    assert claim(database, asked, "w2") == 2

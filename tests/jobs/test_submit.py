@@ -17,7 +17,9 @@ from jobs.submit import BatchOptions, Submission, SubmitProgress, estimate_token
 from jobs.template import PromptTemplate
 from storage import queries, transitions
 from storage.database import Database
+from storage.errors import StorageError
 from storage.models import BatchStatus, RequestStatus
+from storage.transitions import NewBatch, NewRequest, RequestOutcome
 
 Progress = Callable[[SubmitProgress], None]
 
@@ -337,3 +339,103 @@ def test_deterministic_lines_that_ask_the_same_wait_for_one_answer(database: Dat
 def test_tokens_are_estimated_from_text_and_bound() -> None:
     assert estimate_tokens('{"prompt":"' + "x" * 388 + '"}') == 100 + 256
     assert estimate_tokens('{"prompt":"say \\"max_tokens\\":9","max_tokens":5}', 400) == 117
+
+
+# --- lines that run while later ones are read ----------------------------------------------------------------------
+
+
+def run_what_is_there(database: Database, batch_id: int) -> int:
+    """What dispatch and a worker do with the lines written so far. Returns how many were answered."""
+    now = database.now()
+    with database.write() as connection:
+        ids = [request.id for request in queries.next_pending(connection, batch_id, 100)]
+        transitions.queue_requests(connection, ids, now)
+        held = transitions.claim_requests(connection, ids, worker="w", lease_s=60.0, now=now)
+        outcomes = [
+            RequestOutcome(one.id, one.batch_id, one.attempt, RequestStatus.COMPLETED, 200, "{}") for one in held
+        ]
+        return len(transitions.record_outcomes(connection, outcomes, worker="w", now=now))
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_lines_run_while_later_ones_are_read_and_the_batch_ends_with_the_last(database: Database, path: Path) -> None:
+    """The first answers of a million lines are there long before the last line is."""
+    path.write_text("".join(f"question {i}\n" for i in range(7)))
+    answered: list[int] = []
+
+    def meanwhile(_: SubmitProgress) -> None:
+        with database.write() as connection:
+            (batch,) = queries.batches_at_work(connection, database.now())
+            assert batch.status is BatchStatus.VALIDATING
+            assert transitions.finish_batches(connection, database.now()) == []
+        answered.append(run_what_is_there(database, batch.id))
+
+    submission = send(database, path, progress=meanwhile)
+    assert answered == [3, 3, 1]
+    assert submission.batch.status is BatchStatus.FINALIZING
+    assert submission.batch.completed_requests == submission.batch.total_requests == 7
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_line_that_repeats_one_answered_already_gets_that_answer(database: Database, path: Path) -> None:
+    path.write_text("same\nother\nthird\nsame\n")
+
+    def meanwhile(progress: SubmitProgress) -> None:
+        with database.read() as connection:
+            (batch,) = queries.batches_at_work(connection, database.now())
+        run_what_is_there(database, batch.id)
+
+    batch = send(database, path, progress=meanwhile, defaults=GenerationBody(temperature=0.0)).batch
+    assert batch.completed_requests == 3
+    with database.write() as connection:
+        assert queries.has_stalled_duplicates(connection, batch.id)
+        assert transitions.answer_duplicates(connection, batch.id, database.now()) == 1
+        assert transitions.finish_batches(connection, database.now()) == [batch.id]
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_batch_that_is_cancelled_while_it_is_submitted_takes_no_more_lines(database: Database, path: Path) -> None:
+    path.write_text("".join(f"question {i}\n" for i in range(7)))
+
+    def cancel(_: SubmitProgress) -> None:
+        with database.write() as connection:
+            (batch,) = queries.unfinished_batches(connection)
+            transitions.cancel_batch(connection, batch.id, database.now())
+
+    with pytest.raises(StorageError, match="cancelling"):
+        send(database, path, progress=cancel)
+    with database.write() as connection:
+        (batch,) = queries.unfinished_batches(connection)
+        assert transitions.end_requests(connection, batch.id, database.now()) == 3
+        assert transitions.publish_batch(connection, batch.id, database.now(), output=None, errors=None)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_what_runs_of_a_batch_whose_input_changed_is_no_longer_queued(database: Database, path: Path) -> None:
+    path.write_text("one\ntwo\nthree\nfour\n")
+
+    def change(_: SubmitProgress) -> None:
+        with database.write() as connection:
+            (batch,) = queries.batches_at_work(connection, database.now())
+            ids = [request.id for request in queries.next_pending(connection, batch.id, 100)]
+            assert len(transitions.queue_requests(connection, ids, database.now())) == 3
+        path.write_text("one\ntwo\nthree\nfourteen\n")
+
+    with pytest.raises(InputError):
+        send(database, path, progress=change)
+    with database.read() as connection:
+        (batch,) = queries.list_batches(connection)
+        assert batch.status is BatchStatus.FAILED
+        assert queries.queued_counts(connection) == {}
+        assert queries.batches_at_work(connection, database.now()) == []
+
+
+def test_a_batch_that_waits_for_its_whole_validation_runs_nothing_before(database: Database) -> None:
+    """As the API promises: a file with an error fails without any output."""
+    now = database.now()
+    with database.write() as connection:
+        batch_id = transitions.create_batch(connection, NewBatch("batch_1", "f", Endpoint.CHAT, "smol"), now)
+        transitions.add_requests(connection, batch_id, [NewRequest(1, "c1", "{}")])
+        (request,) = queries.next_pending(connection, batch_id, 10)
+        assert queries.batches_at_work(connection, now) == []
+        assert transitions.queue_requests(connection, [request.id], now) == []

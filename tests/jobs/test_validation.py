@@ -224,6 +224,8 @@ class TestVerdicts:
         settings = Settings(home=tmp_path / "home", gateway=GatewaySettings(max_batch_lines=3))
         batch = validated(sqlite_database, settings, [line(str(number)) for number in range(4)])
         assert errors_of(batch) == [("too_many_tasks", None, None)]
+        batch = validated(sqlite_database, settings, b"\n" * 13)
+        assert errors_of(batch) == [("too_many_tasks", None, None)], "nobody reads on through endless blank lines"
         batch = validated(sqlite_database, settings, [line(str(number)) for number in range(3)])
         assert batch.status is BatchStatus.IN_PROGRESS
 
@@ -327,8 +329,8 @@ class TestTakeover:
 
         return stopping
 
-    # 2,500 lines: nine looks at the clock while they are checked, then one after each of two groups of rows.
-    @pytest.mark.parametrize(("looks", "written"), [(0, 0), (9, 2000)])
+    # 2,500 lines: a look at each while they are checked, then one after each of two groups of rows.
+    @pytest.mark.parametrize(("looks", "written"), [(100, 0), (2500, 2000)])
     def test_what_a_dead_validator_began_another_ends(
         self, database: Database, settings_here: Settings, looks: int, written: int
     ) -> None:
@@ -460,8 +462,10 @@ def test_checking_says_what_reading_says_and_what_the_protocol_says(lines: list[
 
 
 def test_looking_for_the_model_passes_over_what_has_none() -> None:
-    assert first_model(source_of([b"{", b"", [1], line("a", body=None), line("b")])) == (MODEL, 5)
-    assert first_model(source_of([b"{"])) is None
+    lines = [b"{", b"", [1], line("a", body=None), line("b")]
+    assert first_model(source_of(lines), 10) == (MODEL, 5)
+    assert first_model(source_of(lines), 4) is None
+    assert first_model(source_of([b"{"]), 10) is None
 
 
 def test_checking_stops_when_it_is_told_to() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -76,6 +77,8 @@ def outcome(claimed: ClaimedRequest, status: RequestStatus = RequestStatus.COMPL
 class Interleavings(RuleBasedStateMachine):
     """Workers that claim, renew, report, fail, hand back, die and come back from the dead; an operator who steers."""
 
+    is_interactive = False
+
     def __init__(self, database: Database) -> None:
         super().__init__()
         self.database = database
@@ -83,6 +86,7 @@ class Interleavings(RuleBasedStateMachine):
             for table in ("attempts", "results", "requests", "batches"):
                 connection.execute(text(f"DELETE FROM {table}"))
             new = NewBatch("batch_1", "f" * 64, "/v1/chat/completions", "tiny", runs_early=True)
+            new = replace(new, is_interactive=self.is_interactive)
             self.batch_id = transitions.create_batch(connection, new, NOW)
         self.written = 0
         self.write_lines(FIRST_LINES)
@@ -327,6 +331,30 @@ class Interleavings(RuleBasedStateMachine):
         assert len(list(queries.results_in_order(self.database, self.batch_id))) == self.written
 
 
+class InteractiveInterleavings(Interleavings):
+    """The same for a batch that somebody waits for, with callers who lose their patience or go away."""
+
+    is_interactive = True
+
+    @precondition(lambda self: self.now > NOW + 60)
+    @rule(line=st.integers(0, LINES - 1), has_expired=st.booleans())
+    def give_up(self, line: int, has_expired: bool) -> None:
+        if self.batch().status is BatchStatus.VALIDATING:
+            return  # nobody waits for a request that is still being submitted
+        with self.database.write() as connection:
+            given_up = transitions.give_up_request(connection, self.ids[line], self.now, has_expired=has_expired)
+        assert given_up is None or self.ids[line] not in self.completed
+
+    @invariant()
+    def its_end_waits_for_nobody(self) -> None:
+        """Twins apart, which only a batch of several lines has, the last result ends the batch."""
+        batch = self.batch()
+        with self.database.read() as connection:
+            is_open = transitions.has_open_requests(connection, self.batch_id)
+        if not is_open and batch.status is not BatchStatus.VALIDATING and batch.completed_requests == LINES:
+            assert batch.is_final or batch.retried_at is not None
+
+
 def sweep(connection: Connection, batch_id: int, now: float) -> None:
     transitions.expire_leases(connection, now, limits=LIMITS)
     transitions.expire_batches(connection, now)
@@ -346,6 +374,13 @@ def test_no_order_of_events_loses_or_doubles_a_result(database: Database, monkey
     run_state_machine_as_test(
         lambda: Interleavings(database),
         settings=hypothesis_settings(max_examples=20, stateful_step_count=30, deadline=None),
+    )
+
+
+def test_nor_does_it_where_callers_wait_and_give_up(database: Database) -> None:
+    run_state_machine_as_test(
+        lambda: InteractiveInterleavings(database),
+        settings=hypothesis_settings(max_examples=10, stateful_step_count=25, deadline=None),
     )
 
 

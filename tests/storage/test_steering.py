@@ -156,6 +156,33 @@ def test_failed_lines_run_again_and_their_new_results_replace_the_old(database: 
         assert {row.line for row in queries.results_after(connection, batch_id, rows[0].result_id)} == {2, 3}
 
 
+def test_a_long_retry_goes_in_parts_and_ends_when_the_last_part_has_run(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first part brought back may be answered before the second is looked at."""
+    monkeypatch.setattr(transitions, "RETRY_LINES", 2)
+    batch_id, ids = make_batch(database, 5)
+    held = claim(database, ids)
+    finish(database, held[:1])
+    finish(database, held[1:], "engine_failed")
+    publish(database, batch_id)
+    with database.write() as connection:
+        assert transitions.retry_batch(connection, batch_id, NOW + 1) == 2  # lines 2 and 3
+    finish(database, claim(database, ids, now=NOW + 2))
+    with database.write() as connection:
+        assert transitions.finish_batches(connection, NOW + 3) == []
+    assert get(database, batch_id).failed_requests == 2
+    with database.write() as connection:
+        assert transitions.continue_retry(connection, batch_id) == 2
+        assert transitions.continue_retry(connection, batch_id) is None
+    finish(database, claim(database, ids, now=NOW + 4))
+    publish(database, batch_id)
+    assert get(database, batch_id).completed_requests == 5
+    with database.write() as connection:
+        assert transitions.retry_batch(connection, batch_id, NOW + 5) == 0
+    assert get(database, batch_id).status is BatchStatus.COMPLETED
+
+
 def test_a_failure_that_may_pass_is_tried_after_growing_pauses_and_then_given_up(database: Database) -> None:
     batch_id, ids = make_batch(database, 1)
     for attempt, pause_s in ((1, 2.0), (2, 4.0)):

@@ -78,18 +78,16 @@ def test_the_flavour_is_cuda_where_it_can_be_and_says_why_where_it_cannot() -> N
     assert caught.value.code == "cuda_unavailable"
 
 
-def test_an_artifact_that_no_gpu_runs_needs_no_look_at_the_machine() -> None:
-    def must_not_be_asked() -> str | None:
-        raise AssertionError
-
+def test_an_artifact_that_no_gpu_runs_is_refused_or_run_on_the_cpu() -> None:
     quantized = replace(ARTIFACT, dtype="int8")
-    chosen = choose_flavour("auto", quantized, must_not_be_asked)
+    chosen = choose_flavour("auto", quantized, works)
     assert chosen.flavour == "cpu"
     assert "the artifact is int8" in chosen.reason and "--dtype float16" in chosen.reason
     wide = replace(ARTIFACT, description=replace(MODEL, head_dim=288))
-    assert "head_dim 288 exceeds 256" in choose_flavour("auto", wide, must_not_be_asked).reason
+    assert "head_dim 288 exceeds 256" in choose_flavour("auto", wide, works).reason
+    assert choose_flavour("auto", quantized, fails).reason == fails(), "no GPU, no word about how to use one"
     with pytest.raises(CudaUnavailable, match="the artifact is int8"):
-        choose_flavour("cuda", quantized, must_not_be_asked)
+        choose_flavour("cuda", quantized, fails)
 
 
 def device(number: int, capability: tuple[int, int] = (9, 0)) -> Device:
@@ -135,7 +133,7 @@ def test_where_no_gpu_can_be_used_workers_run_on_the_cpu_unless_gpus_were_asked_
     machine: Machine, nvml: ModuleType
 ) -> None:
     plan = plan_workers("auto", "auto", ARTIFACT, {}, nvml, fails)
-    assert (plan.devices, plan.reason) == ((), "cuDNN is missing; install it")
+    assert (plan.devices, plan.reason, plan.has_gpu) == ((), "cuDNN is missing; install it", True)
     with pytest.raises(CudaUnavailable, match="cuDNN is missing"):
         plan_workers("all", "auto", ARTIFACT, {}, nvml, fails)
 

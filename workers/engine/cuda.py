@@ -57,6 +57,9 @@ _ALIGNMENT_BYTES = 256
 _RING = 8
 # Kept free for captured graphs, library handles and the allocator's rounding.
 RESERVED_BYTES = 2 << 30
+# So many captured graphs have fitted into that (H200, 32 layers); each further one is given this much more.
+_RESERVED_GRAPHS = 100
+_GRAPH_BYTES = 12 << 20
 _ITEM_BYTES = 2  # float16 and bfloat16
 _EAGER = -1  # the graph id of a run that is not captured
 _MAX_NEW_OF_PIECES = 2
@@ -550,7 +553,7 @@ class CudaRunner:
         lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
         self._prefill_dummy(lengths)
         free, total = self._call("cudaMemGetInfo")
-        usable = free - RESERVED_BYTES
+        usable = free - RESERVED_BYTES - max(0, len(self._buckets()) - _RESERVED_GRAPHS) * _GRAPH_BYTES
         if self._memory_bytes is not None:
             usable = min(usable, self._memory_bytes)
         self._free(self._cache)
@@ -579,8 +582,8 @@ class CudaRunner:
         )
         self.result(self.prefill(call))
 
-    def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
-        """Capture a graph for each decode bucket. The first run of a graph id is two eager ones and the capture."""
+    def _buckets(self) -> list[tuple[int, int, int]]:
+        """Every decode bucket: rows, table width, prefix tokens."""
         buckets = [(rows, width, 0) for rows in self.row_buckets for width in self.table_widths]
         for prefix in self.prefix_tokens:
             widest = self.max_blocks - prefix // self.block_size
@@ -589,6 +592,11 @@ class CudaRunner:
             buckets += [
                 (rows, width, prefix) for rows in self.row_buckets if rows >= self.prefix_min_rows for width in widths
             ]
+        return buckets
+
+    def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
+        """Capture a graph for each decode bucket. The first run of a graph id is two eager ones and the capture."""
+        buckets = self._buckets()
         for done, bucket in enumerate(buckets):
             report("warming up", done, len(buckets))
             rows, width, prefix = bucket

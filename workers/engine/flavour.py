@@ -63,12 +63,14 @@ def choose_flavour(
     """
     if wanted == "cpu" or wanted == "null":
         return FlavourChoice(wanted)
+    if wanted == "auto":
+        # A machine without a GPU is told that, not how to convert a model for one.
+        reason = trouble() or why_not_on_cuda(artifact.description, artifact.dtype)
+        return FlavourChoice("cuda") if reason is None else FlavourChoice("cpu", reason)
     reason = why_not_on_cuda(artifact.description, artifact.dtype) or trouble()
-    if reason is None:
-        return FlavourChoice("cuda")
-    if wanted == "cuda":
+    if reason is not None:
         raise CudaUnavailable(f"CUDA is asked for, and {reason}; or let the CPU run it", code="cuda_unavailable")
-    return FlavourChoice("cpu", reason)
+    return FlavourChoice("cuda")
 
 
 def why_not_on_cuda(description: ModelDescription, dtype: DType) -> str | None:

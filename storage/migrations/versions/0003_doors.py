@@ -48,6 +48,11 @@ def upgrade() -> None:
         # Spelled out: SQLite takes a reference with a new column, Alembic's own way would rebuild the table.
         op.execute(f"ALTER TABLE {table} ADD COLUMN api_key_id BIGINT REFERENCES api_keys (id)")
     op.create_index("ix_files_tenant", "files", ["tenant", "id"])
+    for kind in ("output", "error"):
+        where = sa.text(f"{kind}_file_id IS NOT NULL")
+        op.create_index(
+            f"ix_batches_{kind}_file", "batches", [f"{kind}_file_id"], sqlite_where=where, postgresql_where=where
+        )
     op.create_index(
         "ix_batches_tenant",
         "batches",

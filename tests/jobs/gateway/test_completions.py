@@ -6,12 +6,16 @@ known, and a character of two bytes is split over two tokens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,10 +23,12 @@ import openai
 import pytest
 
 from jobs.gateway.replies import Wait
+from jobs.queue import GIVE_UP, make_app
+from jobs.queue_server import open_queue_server
 from jobs.settings import Settings
 from jobs.worker_process import WorkerProcess
 from storage import queries, transitions
-from storage.database import Database
+from storage.database import Database, open_database, upgrade_schema
 from storage.models import BatchStatus, RequestStatus
 from storage.queries import BatchRow
 from tests.conftest import wait_until
@@ -34,6 +40,9 @@ from tests.jobs.gateway.conftest import (
     RunningGateway,
     StartWorker,
     changed,
+    prepared,
+    running_gateway,
+    running_worker,
 )
 
 PROMPT = "0123456789 zwölf Bögen"
@@ -249,38 +258,47 @@ def test_a_call_repeated_with_its_key_is_answered_once(worked: openai.OpenAI, sh
 SLOW = {"null_token_s": 0.4}
 
 
-@pytest.fixture
-def slow(sqlite_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker) -> Iterator[RunningGateway]:
-    settings = changed(sqlite_settings, engine=SLOW)
-    gateway = make_gateway(settings)
-    start_worker(settings)
-    yield gateway
+@pytest.fixture(scope="module")
+def slow(tiny_artifact: Path) -> Iterator[RunningGateway]:
+    """A gateway with a slow worker, for several tests. Each looks at the newest request, which is its own."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="pm-slow-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        url = f"sqlite:///{folder / 'promptmill.db'}"
+        with open_database(url) as database:
+            upgrade_schema(database)
+        settings = changed(prepared(Settings(home=folder / "home"), url, tiny_artifact), engine=SLOW)
+        gateway = stack.enter_context(running_gateway(settings))
+        stack.enter_context(running_worker(settings, tiny_artifact))
+        yield gateway
 
 
-def only_batch(database: Database) -> BatchRow:
-    (batch,) = interactive_batches(database)
-    return batch
+def newest_batch(database: Database) -> BatchRow:
+    return interactive_batches(database)[-1]
 
 
-def wait_until_running(database: Database) -> None:
+def wait_until_running(database: Database, before: int) -> None:
+    """before: requests that were there before."""
+
     def is_running() -> bool:
         with database.read() as connection:
             return any(
                 queries.count_requests(connection, batch.id).get(RequestStatus.RUNNING)
-                for batch in interactive_batches(database)
+                for batch in interactive_batches(database)[before:]
             )
 
     wait_until(is_running, seconds=PATIENCE_S, what="the request's start")
 
 
 def wait_for_batch(database: Database, status: BatchStatus) -> None:
-    wait_until(lambda: only_batch(database).status is status, seconds=PATIENCE_S, what=f"a batch that is {status}")
+    wait_until(lambda: newest_batch(database).status is status, seconds=PATIENCE_S, what=f"a batch that is {status}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_that_goes_away_ends_its_request(slow: RunningGateway, stream: bool) -> None:
-    """In the database at once, and in the engine, as the worker's log says."""
+    """Whether it has heard anything yet or not."""
     body = json.dumps({"model": MODEL, "messages": messages(), "stream": stream, "max_tokens": 16}).encode()
+    before = len(interactive_batches(slow.database))
     address = slow.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1]))) as connection:
         connection.sendall(
@@ -288,16 +306,22 @@ def test_a_caller_that_goes_away_ends_its_request(slow: RunningGateway, stream: 
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        wait_until_running(slow.database)
+        wait_until_running(slow.database, before)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     wait_for_batch(slow.database, BatchStatus.CANCELLED)
-    logs = list(slow.settings.logs_dir.glob("worker-*.stderr.log"))
-    wait_until(
-        lambda: any("requests_given_up" in log.read_text() for log in logs),
-        seconds=PATIENCE_S,
-        what="word to the worker",
-    )
+
+
+def test_a_worker_hears_that_nobody_waits(slow: RunningGateway) -> None:
+    """What it does then: tests/workers/test_leases.py."""
+    with open_queue_server(slow.settings) as server:
+        app = make_app(slow.settings.queue.model_copy(update={"url": server.url}))
+        told = app.control.broadcast(
+            GIVE_UP, arguments={"request_ids": [1, 2]}, reply=True, limit=1, timeout=PATIENCE_S
+        )
+        app.close()
+    (worker,) = told
+    assert list(worker.values()) == [{"ok": 2}]
 
 
 def test_a_repeatable_call_runs_on_when_its_caller_goes_away(slow: RunningGateway) -> None:
@@ -318,20 +342,20 @@ def test_a_repeatable_call_runs_on_when_its_caller_goes_away(slow: RunningGatewa
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long_is_given_up(
-    sqlite_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker, stream: bool
+    slow: RunningGateway, make_gateway: MakeGateway, stream: bool
 ) -> None:
-    settings = changed(sqlite_settings, engine=SLOW, gateway={"request_timeout_s": 2.0})
-    gateway = make_gateway(settings)
-    start_worker(settings)
-    with gateway.client(max_retries=0) as client, pytest.raises(openai.APIError) as caught:
-        streamed(
-            client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=16, stream=True)
-        ) if stream else client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=16)
+    impatient = make_gateway(changed(slow.settings, gateway={"request_timeout_s": 2.0}))
+    options: dict[str, Any] = {"model": MODEL, "messages": messages(), "max_tokens": 16}
+    with impatient.client(max_retries=0) as client, pytest.raises(openai.APIError) as caught:
+        if stream:
+            streamed(client.chat.completions.create(**options, stream=True))
+        else:
+            client.chat.completions.create(**options)
     assert caught.value.code == "request_timed_out"
     if isinstance(caught.value, openai.APIStatusError):
         assert caught.value.status_code == 504
         assert caught.value.response.headers["retry-after"]
-    wait_for_batch(gateway.database, BatchStatus.EXPIRED)
+    wait_for_batch(slow.database, BatchStatus.EXPIRED)
 
 
 def test_a_stream_goes_on_where_a_killed_worker_left_it(
@@ -349,7 +373,7 @@ def test_a_stream_goes_on_where_a_killed_worker_left_it(
             if len(pieces) == 2:
                 kill_holder(gateway.database)
         assert "".join(pieces) == ANSWER
-    batch = only_batch(gateway.database)
+    batch = newest_batch(gateway.database)
     assert batch.status is BatchStatus.COMPLETED
     with gateway.database.read() as connection:
         (request_id,) = queries.request_ids(connection, batch.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from jobs.gateway.errors import render, translate
 from jobs.queue import QueueError
 from jobs.settings import Settings
 from storage.errors import InvalidRequest, PromptmillError, StorageError
+from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import RunningGateway, changed, running_gateway
 
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -167,6 +169,27 @@ class TestBrokenClients:
         answer = speak(impatient, head.encode())
         assert answer.startswith(b"HTTP/1.1 408")
         assert b'"code":"request_timeout"' in answer
+
+    def test_a_body_that_drips_is_cut_off(self, impatient: RunningGateway) -> None:
+        """A byte each time before the patience ends would hold a connection for ever."""
+        host, _, port = impatient.url.removeprefix("http://").partition(":")
+        head = (
+            f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {impatient.key()}\r\n"
+            "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 100000\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port)), timeout=0.1) as connection:
+            connection.sendall(head.encode())
+            answer = b""
+
+            def is_answered() -> bool:
+                nonlocal answer
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    connection.sendall(b"-")
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    answer += connection.recv(65_536)
+                return b"request_timeout" in answer
+
+            wait_until(is_answered, seconds=60, what="an end of the server's patience")
 
     def test_slow_clients_do_not_hold_up_others(self, impatient: RunningGateway, http: httpx.Client) -> None:
         host, _, port = impatient.url.removeprefix("http://").partition(":")

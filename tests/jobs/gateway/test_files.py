@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -333,6 +334,36 @@ def test_a_large_upload_takes_little_memory(shared_gateway: RunningGateway, tmp_
 @pytest.mark.drill
 def test_an_upload_of_200_mb_stays_below_200_mb_of_memory(shared_gateway: RunningGateway, tmp_path: Path) -> None:
     upload_and_measure(shared_gateway, tmp_path, megabytes=199, bound_bytes=200_000_000)
+
+
+@pytest.mark.drill
+def test_a_gateway_killed_in_mid_upload_leaves_no_file_that_anybody_sees(
+    shared_gateway: RunningGateway, tenant: str
+) -> None:
+    """SIGKILL: what had come lies in the folder under a name that the sweep knows, and there is no row."""
+    key = shared_gateway.key(tenant)
+    before = set(in_folder(shared_gateway))
+    with gateway_process(shared_gateway.settings) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        head = (
+            f"POST /v1/files HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+            "Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 90000000\r\n\r\n"
+            '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        )
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + b"x" * 5_000_000)
+            wait_until(lambda: set(in_folder(shared_gateway)) > before, what="the beginning of the upload")
+            os.kill(listening_pid(url), signal.SIGKILL)
+    (left,) = set(in_folder(shared_gateway)) - before
+    path = shared_gateway.settings.files_dir / left
+    with shared_gateway.client(tenant) as client:
+        assert client.files.list().data == []
+    files.sweep_files(shared_gateway.database, path.parent, shared_gateway.database.now())
+    assert path.exists(), "it might be an upload that goes on"
+    old = time.time() - files.LEFT_BEHIND_S - 1
+    os.utime(path, (old, old))
+    files.sweep_files(shared_gateway.database, path.parent, shared_gateway.database.now())
+    assert not path.exists()
 
 
 def upload_and_measure(gateway: RunningGateway, folder: Path, *, megabytes: int, bound_bytes: int) -> None:

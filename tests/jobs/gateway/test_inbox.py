@@ -240,7 +240,7 @@ def test_a_shell_with_redis_cli_is_enough(
         pytest.skip("redis-cli is not installed")
     start_worker(sqlite_doors)
     key = make_key(sqlite_database, tenant="acme", name="app").key
-    told = {"REDIS_CLI": f"{program} -s {queue_server_socket}", "PROMPTMILL_KEY": key, "MODEL": MODEL}
+    told = {"REDIS_CLI": f"{program} -s {queue_server_socket}", "MILL_KEY": key, "MODEL": MODEL}
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "inbox.sh"), 'Say "it" again.'],
         env=os.environ | told,
