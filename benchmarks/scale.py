@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,6 +57,8 @@ MIB = 1 << 20
 # Points of the plot, by completed requests.
 MARKS = (10_000, 20_000, 50_000, 100_000, 200_000, 350_000, 500_000, 700_000, 850_000, 1_000_000)
 IDLE_S = 60.0
+# A job with less than this left would be done before anybody could steer it.
+STEERED_LINES = 50_000
 
 console = Console()
 
@@ -104,6 +107,7 @@ def million(options: argparse.Namespace) -> dict[str, Any]:
         path = write_prompts(scale.home / "in.jsonl", options.lines)
         memory = scale.watch_memory()
         started_at, started = scale.database.now(), time.perf_counter()
+        children_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         submitter = scale.start_command("submit", str(path), "--model", str(scale.artifact.path), "--quiet")
         memory.add("submit", submitter.pid)
         cost = CostMeter(scale)
@@ -116,10 +120,11 @@ def million(options: argparse.Namespace) -> dict[str, Any]:
                 first_s = scale.database.now() - started_at
             time.sleep(LOOK_S)
         submit_s = time.perf_counter() - started
+        submit_cpu_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - children_s
         assert submitter.returncode == 0, "submit failed"
         done_when_submitted = batch.completed_requests
         looks = scale.time_looks(batch)
-        steering = steer(scale, batch)
+        steering = steer(scale, batch) if scale.read(batch).remaining_requests > STEERED_LINES else {}
         batch = scale.wait(batch, lambda row: row.remaining_requests == 0, cost.note)
         ended = time.perf_counter()
         scale.wait(batch, lambda row: row.is_final)
@@ -127,6 +132,7 @@ def million(options: argparse.Namespace) -> dict[str, Any]:
             "database": scale.kind,
             "lines": options.lines,
             "submit_lines_per_s": round(options.lines / submit_s),
+            "submit_lines_per_cpu_s": round(options.lines / submit_cpu_s),
             "answered_meanwhile": done_when_submitted,
             "first_result_s": None if first_s is None else round(first_s, 2),
             **looks,

@@ -512,8 +512,8 @@ def up(model: str | None, workers: int | None, gpus: str | None, has_doors: bool
 def serve(host: str | None, port: int | None) -> int:
     """Take work over HTTP, as the OpenAI API does, until told to stop.
 
-    It runs no model: `promptmill up`, here or elsewhere, does the work. Callers need an API key (`promptmill key`), unless
-    PROMPTMILL_GATEWAY_OPEN_ON_LOOPBACK lets this machine in without one.
+    It runs no model: `promptmill up`, here or elsewhere, does the work. Callers need an API key (`promptmill key`),
+    unless PROMPTMILL_GATEWAY_OPEN_ON_LOOPBACK lets this machine in without one.
     """
     from jobs import commands
 

@@ -66,7 +66,7 @@ def run(input_path: str, given: Mapping[str, Any]) -> int:
     artifact = find_artifact(given["model"], settings.artifacts_dir)
     options = _input_options(artifact.model, given)
     with open_source(input_path, settings.files_dir) as source, progress_display(console) as observer:
-        output = given["output"] or (STDOUT if input_path == STDIN else input_path + OUTPUT_SUFFIX)
+        output = given["output"] or default_output(input_path)
         outcome = run_job(
             settings,
             source,
@@ -558,6 +558,13 @@ def _input_options(model: str, given: Mapping[str, Any]) -> InputOptions:
         id_column=given["id_column"],
         defaults=parse_as(GenerationBody, dump_json(values)),
     )
+
+
+def default_output(input_path: str) -> str:
+    """Beside the input, under its whole name: `q.csv` and `q.jsonl` do not share their results."""
+    from jobs.source import STDIN
+
+    return STDOUT if input_path == STDIN else input_path + OUTPUT_SUFFIX
 
 
 def _say_written(console: Console, written: WrittenResults) -> None:

@@ -32,8 +32,9 @@ WINDOW_PER_SLOT = 2
 # Of workers that answer so fast that this is little, it holds what they answer in so many seconds.
 WINDOW_S = 1.0
 MOST_WINDOW = 50_000
-# A chunk is worth at least so much of a worker's time, or the messages themselves would be what it spends it on;
-# LARGEST_CHUNK bounds what that makes of the chunk size that is set.
+# A chunk is worth at least so much of a worker's time, or the messages themselves would be what it spends it on. A
+# worker has up to a dozen or two in its hands, which no new priority takes away: so no more. LARGEST_CHUNK bounds what
+# that makes of the chunk size that is set.
 CHUNK_S = 0.1
 LARGEST_CHUNK = 256
 # A window for workers that are still starting, and for small ones: a few chunks.

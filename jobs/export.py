@@ -115,8 +115,10 @@ def export_batch(
     if joined is None:
         rows = export_rows(database, batch.id)
     else:
-        columns, input_rows = _input_rows(joined)
-        rows = _join(columns, input_rows, export_rows(database, batch.id), _id_columns(joined, columns))
+        format_of_input = joined.format or guess_format(joined.source)
+        columns, input_rows = _input_rows(joined.source, format_of_input)
+        id_columns = [joined.id_column] if joined.id_column else _id_columns(format_of_input, columns)
+        rows = _join(columns, input_rows, export_rows(database, batch.id), id_columns)
     names = [_input_name(name) for name in columns]
     # The writer is closed before its file, also when a row cannot be written: Parquet's own end writes once more.
     with _replacing(output) as file, contextlib.closing(_writer(format_, file, names)) as writer:
@@ -193,21 +195,20 @@ def answer_text(response: str | None) -> str | None:
 _InputRow = tuple[int, Mapping[str, object]]
 
 
-def _input_rows(joined: InputTable) -> tuple[list[str], Iterator[_InputRow]]:
+def _input_rows(source: Source, format_: InputFormat) -> tuple[list[str], Iterator[_InputRow]]:
     """The input's columns, and its rows by line number; lines that could not be read have no values."""
-    format_ = joined.format or guess_format(joined.source)
     match format_:
         case InputFormat.CSV | InputFormat.TSV:
-            table = read_delimited(joined.source, "," if format_ is InputFormat.CSV else "\t", MAX_LINE_BYTES)
+            table = read_delimited(source, "," if format_ is InputFormat.CSV else "\t", MAX_LINE_BYTES)
         case InputFormat.PARQUET:
-            table = read_parquet(joined.source, None)
+            table = read_parquet(source, None)
         case InputFormat.JSONL:
             columns: dict[str, None] = {}  # in the order in which they first appear
-            for _, values in _json_rows(joined.source):
+            for _, values in _json_rows(source):
                 columns.update(dict.fromkeys(values))
-            return list(columns), _json_rows(joined.source)
+            return list(columns), _json_rows(source)
         case InputFormat.TEXT:
-            return [TEXT_COLUMN], _text_rows(joined.source)
+            return [TEXT_COLUMN], _text_rows(source)
     return list(table.columns), (
         (number, {} if isinstance(values, InvalidRequest) else values) for number, values in table.rows
     )
@@ -232,12 +233,10 @@ def _text_rows(source: Source) -> Iterator[_InputRow]:
             yield number, {TEXT_COLUMN: decode(data).rstrip("\r\n")}
 
 
-def _id_columns(joined: InputTable, columns: Sequence[str]) -> Sequence[str]:
+def _id_columns(format_: InputFormat, columns: Sequence[str]) -> Sequence[str]:
     """Where the input's ids may stand, as `InputReader` looks for them: in JSONL, each line has keys of its own."""
-    if joined.id_column is not None:
-        return [joined.id_column]
     found = [name for name in ID_COLUMNS if name in columns]
-    return found if (joined.format or guess_format(joined.source)) is InputFormat.JSONL else found[:1]
+    return found if format_ is InputFormat.JSONL else found[:1]
 
 
 def _join(

@@ -19,14 +19,6 @@ LEAST_RESULTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast results come."""
-
-    requests_per_s: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """remaining_s: until the last line is answered. total_tokens: of the whole batch. None: nothing is known yet."""
 
@@ -36,8 +28,8 @@ class Forecast:
     total_tokens: int | None
 
 
-def model_rate(connection: Connection, model: str, now: float) -> Rate | None:
-    """How fast a model's requests, of all batches, were answered within the last minute."""
+def model_rate(connection: Connection, model: str, now: float) -> float | None:
+    """Requests of a model, of all batches, that were answered a second within the last minute."""
     return _rate(queries.recent_work(connection, since=now - WINDOW_S, model=model), now)
 
 
@@ -48,9 +40,9 @@ def forecast(connection: Connection, batch: BatchRow, now: float) -> Forecast | 
     rate = None
     if batch.status is BatchStatus.IN_PROGRESS and batch.paused_at is None:
         rate = _rate(queries.recent_work(connection, since=now - WINDOW_S, batch_id=batch.id), now)
-    remaining_s = None if rate is None else batch.remaining_requests / rate.requests_per_s
+    remaining_s = None if rate is None else shortest_s(batch, rate)
     return Forecast(
-        requests_per_s=None if rate is None else rate.requests_per_s,
+        requests_per_s=rate,
         remaining_s=remaining_s,
         completes_at=None if remaining_s is None else now + remaining_s,
         total_tokens=expected_tokens(batch),
@@ -65,13 +57,12 @@ def expected_tokens(batch: BatchRow) -> int | None:
     return round(each * (batch.total_requests - batch.failed_requests))
 
 
-def shortest_s(batch: BatchRow, rate: Rate) -> float:
-    """How long a batch takes if its model's workers do nothing else."""
-    return batch.remaining_requests / rate.requests_per_s
+def shortest_s(batch: BatchRow, requests_per_s: float) -> float:
+    """How long the rest of a batch takes if its model's workers do nothing else."""
+    return batch.remaining_requests / requests_per_s
 
 
-def _rate(work: queries.RecentWork, now: float) -> Rate | None:
+def _rate(work: queries.RecentWork, now: float) -> float | None:
     if work.requests < LEAST_RESULTS or work.first_at is None:
         return None
-    seconds = max(now - work.first_at, 0.001)
-    return Rate(work.requests / seconds, work.tokens / seconds)
+    return work.requests / max(now - work.first_at, 0.001)

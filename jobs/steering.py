@@ -59,7 +59,7 @@ def find_batch(database: Database, named: str) -> BatchRow:
     """The batch of an id, of the beginning of one, or the newest (`last`). Raises SteeringError: batch_not_found."""
     with database.read() as connection:
         if named == LAST:
-            newest = queries.list_batches(connection, PREFIX_BATCHES)
+            newest = queries.list_batches(connection, PREFIX_BATCHES, with_interactive=False)
             found = next((batch for batch in newest if not batch.fingerprint.startswith(REPLAY)), None)
             if found is None:
                 raise SteeringError("there is no batch yet; make one: promptmill submit INPUT", code="batch_not_found")
@@ -75,7 +75,7 @@ def find_batch(database: Database, named: str) -> BatchRow:
             )
         near = [
             batch
-            for batch in queries.list_batches(connection, PREFIX_BATCHES)
+            for batch in queries.list_batches(connection, PREFIX_BATCHES, with_interactive=False)
             if batch.public_id.startswith(f"batch_{begins}")
         ]
     if len(near) == 1:
@@ -99,7 +99,7 @@ def list_batches(database: Database, *, stands: str | None = None, limit: int = 
     before: int | None = None
     while len(found) < limit:
         with database.read() as connection:
-            page = queries.list_batches(connection, max(limit, 200), before)
+            page = queries.list_batches(connection, max(limit, 200), before, with_interactive=False)
         found += [batch for batch in page if stands is None or standing(batch) == stands]
         if not page or stands is None:
             break
@@ -295,7 +295,7 @@ def _finished(batch: BatchRow) -> int:
 
 
 def cancel(database: Database, batch: BatchRow, files_dir: Path) -> BatchRow:
-    """Stop a batch for good; running requests may still finish.
+    """Stop a batch for good. Workers stop what they run of it within a second or so, unless it is answered first.
 
     What waits gets its result here as far as that is quick, so that it needs nobody who sweeps; sweep does the rest.
     """

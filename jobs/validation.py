@@ -376,7 +376,7 @@ def _check_deadline(connection: Connection, batch: BatchRow, now: float) -> None
                 FoundError(
                     "deadline_impossible",
                     f"{batch.total_requests:,} lines take about {needed_s:,.0f} s at the present "
-                    f"{rate.requests_per_s:.2f} requests/s of {show(batch.model)}, and the deadline is in "
+                    f"{rate:.2f} requests/s of {show(batch.model)}, and the deadline is in "
                     f"{max(0.0, left_s):,.0f} s; allow more time, split the file, or start more workers",
                     "completion_window",
                 )

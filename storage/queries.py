@@ -273,10 +273,9 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class RecentWork:
-    """Requests that were answered lately, their tokens, and when the first of them was."""
+    """Requests that were answered lately, and when the first of them was."""
 
     requests: int
-    tokens: int
     first_at: float | None
 
 
@@ -541,11 +540,7 @@ def recent_work(
         newest = newest.where(RESULTS.c.batch_id == batch_id)
     recent = newest.limit(limit).subquery()
     statement = (
-        select(
-            func.count(),
-            func.sum(func.coalesce(ATTEMPTS.c.prompt_tokens, 0) + func.coalesce(ATTEMPTS.c.completion_tokens, 0)),
-            func.min(recent.c.finished_at),
-        )
+        select(func.count(), func.min(recent.c.finished_at))
         .select_from(recent)
         .join(
             ATTEMPTS,
@@ -556,7 +551,7 @@ def recent_work(
     if model is not None:
         statement = statement.join(BATCHES, BATCHES.c.id == recent.c.batch_id).where(BATCHES.c.model == model)
     row = connection.execute(statement).one()
-    return RecentWork(int(row[0]), int(row[1] or 0), row[2])
+    return RecentWork(int(row[0]), row[1])
 
 
 # --- results -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ hand was impatient. So after its first death a request comes back like any other
 is under suspicion: it comes back in a group an eighth as large as the company it was in, alone on its worker, so that
 a killer is in ever smaller company until it stands alone. Only deaths alone are evidence: a request whose worker died
 that often while it ran nothing else is a poison prompt. Its neighbours, and requests that were met by chance, are not:
-they would have to be met alone each time.
+they would have to be met alone each time. A SIGKILL counts half, as does a lease that ran out: those come from outside,
+though a prompt that takes all memory may be the reason.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from dataclasses import dataclass
 UNSUSPICIOUS_DEATHS = 1
 # Suspects come back in groups this much smaller: a killer among 128 stands alone after the fourth death.
 GROUP_DIVISOR = 8
+
+
+# How much a death alone says, in halves: a crash of the process all, an end from outside half.
+CRASH_WEIGHT = 2
+OUTSIDE_WEIGHT = 1
+# Exit codes of an end from outside: SIGKILL, and none where nobody saw the process end.
+FROM_OUTSIDE = (-9, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,9 @@ class Sentence:
 
 def judge(deaths: Sequence[Death], isolation: int | None, *, limits: RetryLimits) -> Sentence:
     """Decide over a request by the deaths it was there for, the latest last. isolation: the group it ran in."""
-    deaths_alone = sum(death.batch_mates == 0 for death in deaths)
-    if deaths_alone >= limits.max_attempts:
+    alone = [death for death in deaths if death.batch_mates == 0]
+    evidence = sum(OUTSIDE_WEIGHT if death.exit_code in FROM_OUTSIDE else CRASH_WEIGHT for death in alone)
+    if evidence >= CRASH_WEIGHT * limits.max_attempts:
         return Sentence(is_poison=True)
     if len(deaths) <= UNSUSPICIOUS_DEATHS:
         return Sentence(is_poison=False)
@@ -69,4 +78,4 @@ def judge(deaths: Sequence[Death], isolation: int | None, *, limits: RetryLimits
         group = min(group, isolation)
     # Groups come back at once. One that stands alone comes back ever later, so that whatever kills workers by the clock
     # meets others in between.
-    return Sentence(is_poison=False, isolation=group, pause_s=limits.pause_s(deaths_alone) if deaths_alone else 0.0)
+    return Sentence(is_poison=False, isolation=group, pause_s=limits.pause_s(len(alone)) if alone else 0.0)

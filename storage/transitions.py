@@ -940,7 +940,8 @@ def continue_retry(connection: Connection, batch_id: int) -> int | None:
 
 
 def cancel_batch(connection: Connection, batch_id: int, now: float) -> bool:
-    """Stop a batch: nothing of it is queued or claimed from now on; running requests may still finish.
+    """Stop a batch: nothing of it is queued or claimed from now on; who runs requests of it stops them
+    (`stop_requests`) unless they finish first.
 
     Follow with `end_requests` until it returns 0 and `publish_batch`; sweep does both. Returns False when the batch
     was cancelled before. Raises IllegalMove when it has already ended in another way.
@@ -1012,7 +1013,7 @@ def end_interactive(connection: Connection, batch_ids: Collection[int], now: flo
 def expire_batches(connection: Connection, now: float) -> list[int]:
     """in_progress -> finalizing where the deadline has passed: what is finished is kept, the rest will expire.
 
-    Follow with `end_requests` and `publish_batch`. Running requests may still finish. Returns ids.
+    Follow with `end_requests` and `publish_batch`; running requests as in `cancel_batch`. Returns ids.
     """
     overdue = connection.execute(
         select(BATCHES.c.id)

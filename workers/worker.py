@@ -182,6 +182,7 @@ def _consume(
                     max_batch_size=engine.max_batch_size,
                 )
             line.start()
+            drain.take_signals()
             log.info("worker_ready", model=served_name, slots=engine.max_batch_size, context=engine.context_length)
 
         signals.worker_ready.connect(announce, weak=False)
@@ -265,6 +266,21 @@ class _Drain:
     @property
     def has_begun(self) -> bool:
         return self._begun.is_set()
+
+    def take_signals(self) -> None:
+        """Let Ctrl-C mean what SIGTERM means, and SIGQUIT the same in a hurry.
+
+        In the main thread, once Celery has set its own handlers: those break off half-way, as a pool of threads cannot
+        end what it runs.
+        """
+
+        def hurry(*_: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            self._hurry.set()
+
+        signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+        if hasattr(signal, "SIGQUIT"):
+            signal.signal(signal.SIGQUIT, hurry)
 
     def begin(self, **_: object) -> None:
         """Called inside a signal handler: only start the thread that does the work. Called again: wait no longer."""

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
+from jobs.gateway import batches, completions, extensions, files, health, metrics, models, usage, webhooks
 from jobs.gateway.edge import Edge
 from jobs.gateway.errors import add_error_handlers
 from jobs.gateway.identity import check_binding
@@ -81,8 +82,6 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI) -> None:
-    from jobs.gateway import batches, completions, extensions, files, health, metrics, models, usage, webhooks
-
     app.include_router(health.router)
     app.include_router(metrics.router)
     app.include_router(files.router)

@@ -143,9 +143,13 @@ def cancel_batch(
     with gateway.database.read() as connection:
         batch = find_own(connection, caller, batch_id)
     if batch.status in _CANCELLABLE:
-        batch = steering.begin_cancel(gateway.database, batch)
-        background.add_task(_finish_cancel, gateway, batch)
-    elif batch.status not in _IS_CANCELLED:
+        try:
+            batch = steering.begin_cancel(gateway.database, batch)
+            background.add_task(_finish_cancel, gateway, batch)
+        except steering.SteeringError:  # it has come to its end at this very moment
+            with gateway.database.read() as connection:
+                batch = find_own(connection, caller, batch_id)
+    if batch.status not in _IS_CANCELLED:
         raise ApiError(
             400, f"{batch.public_id} is {batch.status}: it has ended and cannot be cancelled", code="illegal_move"
         )

@@ -16,6 +16,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import redis
 import redis.asyncio
 import structlog
 from redis.exceptions import RedisError
@@ -97,6 +98,7 @@ class Replies:
         self._database = gateway.database
         self._celery = gateway.celery
         self._client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=5)
+        self._sender = redis.Redis.from_url(url, socket_timeout=SEND_TIMEOUT_S, socket_connect_timeout=SEND_TIMEOUT_S)
         self._waits: dict[int, set[Wait]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="replies")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -115,6 +117,7 @@ class Replies:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
         self._threads.shutdown()
+        self._sender.close()
 
     @property
     def open_calls(self) -> int:
@@ -126,14 +129,18 @@ class Replies:
 
     async def begin(self, write: Callable[[], Asked], choices: int) -> tuple[Asked, Wait]:
         """Write a request, listen for it, send it. Follow with `end`. Raises what `write` raises."""
-        asked = await self.in_thread(write)
-        wait = Wait(asked.request_id, choices)
-        self._waits.setdefault(asked.request_id, set()).add(wait)
-        if asked.is_new:
-            await self._send(asked)
-        else:
-            wait.may_have_ended = True  # look at once
-        return asked, wait
+
+        def work() -> tuple[Asked, Wait]:
+            asked = write()
+            wait = Wait(asked.request_id, choices)
+            self._waits.setdefault(asked.request_id, set()).add(wait)
+            if asked.is_new:
+                self._send(asked)
+            else:
+                wait.may_have_ended = True  # look at once
+            return asked, wait
+
+        return await self.in_thread(work)
 
     def end(self, wait: Wait) -> None:
         """Nobody waits any more, at least not here."""
@@ -166,20 +173,13 @@ class Replies:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send(self, asked: Asked) -> None:
-        """The message, on our own connection. One that cannot be sent is sent by the next look."""
+    def _send(self, asked: Asked) -> None:
+        """The message. One that cannot be sent is sent by the next look."""
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._client.lpush(
-                    queue_name(asked.model, is_interactive=True), interactive_entry([asked.request_id])
-                )
-        except (RedisError, OSError, TimeoutError) as error:
+            self._sender.lpush(queue_name(asked.model, is_interactive=True), interactive_entry([asked.request_id]))
+        except (RedisError, OSError) as error:
             log.warning("request_not_sent", request=asked.request_id, reason=type(error).__name__)
-            await self.in_thread(
-                lambda: self._database.retry(
-                    lambda connection: transitions.unqueue_requests(connection, [asked.request_id])
-                )
-            )
+            self._database.retry(lambda connection: transitions.unqueue_requests(connection, [asked.request_id]))
 
     async def _listen(self) -> None:
         """Hear what workers tell, for ever; a broken connection is made anew."""
@@ -210,7 +210,7 @@ class Replies:
             await asyncio.sleep(LOOK_S)
             ids = [
                 request_id
-                for request_id, waits in self._waits.items()
+                for request_id, waits in list(self._waits.items())  # threads add to it
                 if any(wait.result is None and monotonic() - wait.began_at > LOOK_S for wait in waits)
             ]
             if not ids:

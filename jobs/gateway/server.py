@@ -128,6 +128,7 @@ def serve(settings: Settings, note: Any) -> int:
     """Run until SIGINT or SIGTERM; calls in hand get `drain_s`. Returns the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with an upload is told to its sender
     server = make_server(settings, note)
     server.run()
     return 0 if server.started else 1

@@ -268,16 +268,29 @@ class Mill:
         )
         return sorted(row.pid for row in rows if _lives(row.pid))
 
-    def pick_busy_worker(self, within_s: float = 1.5) -> int:
-        """One of the busy workers, at a random moment of its work."""
-        self.wait(self.busy_workers, "a busy worker")
+    def pick_busy_worker(self, within_s: float = 1.5, *, batch_of: int = 2000) -> int:
+        """One of the busy workers, at a random moment of its work. When there is no more to do, more is handed in.
+
+        batch_of: how much; 0: nothing.
+        """
+
+        def busy_ones() -> list[int]:
+            found = self.busy_workers()
+            if not found and batch_of:
+                self.keep_busy(batch_of)
+            return found
+
+        self.wait(busy_ones, "a busy worker")
         time.sleep(self.random.uniform(0.0, within_s))
-        return self.random.choice(self.wait(self.busy_workers, "a busy worker"))
+        return self.random.choice(self.wait(busy_ones, "a busy worker"))
 
     def wait_for_recovery(self) -> None:
-        """Until something was claimed after the last fault."""
+        """Until something was claimed after the last fault, or all is done."""
         claimed = "SELECT COUNT(*) FROM requests WHERE claimed_at > :at"
-        self.wait(lambda: self.scalar(claimed, at=self.faults[-1]), "a claim after the fault")
+        self.wait(
+            lambda: self.scalar(claimed, at=self.faults[-1]) or self.is_done(),
+            "a claim after the fault",
+        )
 
     # --- what became of it ---
 
@@ -352,13 +365,12 @@ class Mill:
 
     def standing(self) -> str:
         """Where everything is when something did not come: for the message of a failed drill."""
-        with contextlib.suppress(Exception):
+        try:
             by_status = self.rows("SELECT status, COUNT(*) AS n, MIN(id) AS first FROM requests GROUP BY status")
             batches = self.rows("SELECT id, status, total_requests, completed_requests, failed_requests FROM batches")
-            with (self.home / "logs" / "up.log").open(errors="replace") as file:
-                tail = file.readlines()[-5:]
-            return f"requests: {by_status}\nbatches: {batches}\nevents: {dict(self.events())}\n{''.join(tail)}"
-        return "(the database does not answer)"
+        except StorageError as error:
+            return error.message
+        return f"requests: {by_status}\nbatches: {batches}\nevents: {dict(self.events())}\nlogs: {self.home / 'logs'}"
 
     def _follows(self, custom_id: str, said: str) -> bool:
         if custom_id in self.expected:

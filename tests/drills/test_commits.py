@@ -130,10 +130,10 @@ def test_a_supervisor_dies_at_a_commit(make_mill: MakeMill, record: Record, data
             (stranger.kill, "its own worker at work", lambda: set(mill.busy_workers()) - {stranger.pid}),
             (lambda: kill_worker_of(supervisor), "the stranger's leases' end", lambda: not held_by(mill, stranger.pid)),
             (mill.wipe, "another worker at work", mill.busy_workers),
-            (lambda: None, "the end of all batches", mill.is_done),
         ):
-            wait_unless_ended(mill, supervisor, lambda holds=holds: holds() or mill.is_done(), what)
+            wait_unless_ended(mill, supervisor, lambda holds=holds: holds() or (mill.keep_busy(200) and None), what)
             provoke()
+        wait_unless_ended(mill, supervisor, mill.is_done, "the end of all batches")
         stranger.kill()
         return mill.end(supervisor, signal.SIGTERM)
 

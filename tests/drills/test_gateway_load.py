@@ -17,8 +17,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,15 @@ import pytest
 from tests.drills.conftest import SCALE, MakeMill, Record
 from tests.drills.mill import PATIENCE_S, Mill, Tally
 from tests.drills.served import ServedMill
+from tests.drills.test_queue_faults import answers
 from tests.drills.test_worker_kills import SOON
 
 CHAT_CLIENTS = 6
 BULK_CLIENTS = 2
 # Longer than a call takes while everything restarts; far below the settings' own bounds.
 CALL_TIMEOUT_S = 60.0
+# In the order in which things are killed, again and again.
+ACTS = ("gateway", "worker", "gateway", "all workers", "gateway", "queue")
 # What the SDKs repeat by themselves.
 REPEATED = (408, 409, 429)
 
@@ -60,23 +62,34 @@ class Ledger:
         with self._lock:
             self.answered[kind] += count
 
-    def persist(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Repeat a call until it is answered. What the server says will not pass is raised: clients may not see it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return call(*arguments, **options)
-            except (openai.APIError, httpx2.TransportError) as error:
-                self._note(error)
-                if not will_pass(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(random.uniform(0.05, 0.5))
-
-    def _note(self, error: Exception) -> None:
+    def note(self, error: Exception) -> None:
         code = getattr(error, "code", None)
         name = f"{type(error).__name__} {code}" if code else type(error).__name__
         with self._lock:
             self.refusals[name] += 1
+
+
+class Caller:
+    """One client's way to the gateways: each try goes to any of them, as through a proxy before them."""
+
+    def __init__(self, ledger: Ledger, clients: Sequence[openai.OpenAI]) -> None:
+        self._ledger = ledger
+        self._clients = clients
+
+    def persist(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Repeat `call(client, ...)` until it is answered.
+
+        What the server says will not pass is raised: no client may see it.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return call(random.choice(self._clients), *arguments)
+            except (openai.APIError, httpx2.TransportError) as error:
+                self._ledger.note(error)
+                if not will_pass(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(0.05, 0.5))
 
 
 class Broken(openai.APIConnectionError):
@@ -97,33 +110,23 @@ def will_pass(error: Exception) -> bool:
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def chat(client: openai.OpenAI, ledger: Ledger, model: str, seed: int) -> None:
+def chat(caller: Caller, ledger: Ledger, model: str, seed: int) -> None:
     """One question after the other: whole or streamed, with an idempotency key or without."""
     chance = random.Random(seed)
     while not ledger.stopping.is_set():
         number = ledger.number()
         key = f"call-{number}" if chance.random() < 0.5 else None
-        question = Question(client, model, f"What comes after no. {number:08d}?", key)
+        prompt = f"What comes after no. {number:08d}?"
         ask = stream_answer if chance.random() < 0.4 else whole_answer
-        answer = ledger.persist(ask, question)
-        if not is_answer(answer[1], question.prompt):
-            ledger.wrong.append(f"wrong: {question.prompt!r} was answered {answer[1]!r}")
+        answer = caller.persist(ask, model, prompt, key)
+        if not is_answer(answer[1], prompt):
+            ledger.wrong.append(f"wrong: {prompt!r} was answered {answer[1]!r}")
         if key is not None and chance.random() < 0.3:
-            again = ledger.persist(ask, question)
+            again = caller.persist(ask, model, prompt, key)
             if again != answer:
                 ledger.doubled.append(f"doubled: {key} was answered {answer}, then {again}")
         ledger.add("streamed" if ask is stream_answer else "whole")
         time.sleep(chance.uniform(0.0, 0.1))
-
-
-@dataclass(frozen=True)
-class Question:
-    """key: an idempotency key, or None."""
-
-    client: openai.OpenAI
-    model: str
-    prompt: str
-    key: str | None
 
 
 def is_answer(text: str, prompt: str) -> bool:
@@ -132,18 +135,16 @@ def is_answer(text: str, prompt: str) -> bool:
     return prompt.endswith(text) and bool(numbers) and numbers[0] in text
 
 
-def whole_answer(question: Question) -> tuple[str, str]:
+def whole_answer(client: openai.OpenAI, model: str, prompt: str, key: str | None) -> tuple[str, str]:
     """Its id and its text."""
-    answer = question.client.completions.create(
-        model=question.model, prompt=question.prompt, max_tokens=16, extra_headers=_headers(question.key)
-    )
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=16, extra_headers=_headers(key))
     return answer.id, answer.choices[0].text
 
 
-def stream_answer(question: Question) -> tuple[str, str]:
+def stream_answer(client: openai.OpenAI, model: str, prompt: str, key: str | None) -> tuple[str, str]:
     text, answer_id, is_whole = "", "", False
-    with question.client.completions.create(
-        model=question.model, prompt=question.prompt, max_tokens=16, stream=True, extra_headers=_headers(question.key)
+    with client.completions.create(
+        model=model, prompt=prompt, max_tokens=16, stream=True, extra_headers=_headers(key)
     ) as chunks:
         for chunk in chunks:
             answer_id = chunk.id
@@ -154,31 +155,43 @@ def stream_answer(question: Question) -> tuple[str, str]:
     return answer_id, text
 
 
-def bulk(client: openai.OpenAI, ledger: Ledger, model: str, lines_of_one: int) -> None:
+def bulk(caller: Caller, ledger: Ledger, model: str, lines_of_one: int) -> None:
     """One batch after the other: uploaded, made, watched to its end, read."""
     while not ledger.stopping.is_set():
         numbers = [ledger.number() for _ in range(lines_of_one)]
         prompts = {f"r{number}": f"What comes after no. {number:08d}?" for number in numbers}
         content = b"".join(_line(name, prompt, model) for name, prompt in prompts.items())
-        file = ledger.persist(client.files.create, file=("bulk.jsonl", content), purpose="batch")
-        batch = ledger.persist(
-            client.batches.create,
-            input_file_id=file.id,
-            endpoint="/v1/completions",
-            completion_window="24h",
-            extra_headers=_headers(f"batch-{numbers[0]}"),
-        )
+        file = caller.persist(upload, content)
+        batch = caller.persist(create_batch, file.id, f"batch-{numbers[0]}")
         deadline = time.monotonic() + PATIENCE_S
         while batch.status in ("validating", "in_progress", "finalizing"):
             assert time.monotonic() < deadline, f"{batch.id} is still {batch.status}: {batch.request_counts}"
             time.sleep(0.2)
-            batch = ledger.persist(client.batches.retrieve, batch.id)
+            batch = caller.persist(get_batch, batch.id)
         if (batch.status, batch.request_counts.completed) != ("completed", lines_of_one) or batch.error_file_id:
             ledger.lost.append(f"lost: {batch.id} ended {batch.status} with {batch.request_counts}: {batch.errors}")
             continue
-        output = ledger.persist(client.files.content, batch.output_file_id)
-        compare(ledger, prompts, [json.loads(row) for row in output.text.splitlines()])
+        output = caller.persist(get_content, batch.output_file_id)
+        compare(ledger, prompts, [json.loads(row) for row in output.splitlines()])
         ledger.add("lines", lines_of_one)
+
+
+def upload(client: openai.OpenAI, content: bytes) -> Any:
+    return client.files.create(file=("bulk.jsonl", content), purpose="batch")
+
+
+def create_batch(client: openai.OpenAI, file_id: str, key: str) -> Any:
+    return client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window="24h", extra_headers=_headers(key)
+    )
+
+
+def get_batch(client: openai.OpenAI, batch_id: str) -> Any:
+    return client.batches.retrieve(batch_id)
+
+
+def get_content(client: openai.OpenAI, file_id: str) -> str:
+    return client.files.content(file_id).text
 
 
 def _line(name: str, prompt: str, model: str) -> bytes:
@@ -206,21 +219,35 @@ def _headers(key: str | None) -> dict[str, str]:
 # --- the drill -------------------------------------------------------------------------------------------------------
 
 
-def run_load(mill: Mill, *, seconds: float, workers: int, pause_s: tuple[float, float], lines_of_one: int) -> Ledger:
+def run_load(
+    mill: Mill,
+    *,
+    seconds: float,
+    gateways: int,
+    workers: int,
+    lines_of_one: int,
+    pause_s: tuple[float, float] = (0.5, 6.0),
+    acts: Sequence[str] = ACTS,
+) -> Ledger:
     """Clients at work, and something killed again and again; then everybody finishes what they have begun."""
-    served = ServedMill(mill)
+    served = [ServedMill(mill) for _ in range(gateways)]
     mill.up(workers=workers)
-    served.serve()
-    model, ledger = mill.artifact.name, Ledger()
+    for gateway in served:
+        gateway.serve()
+    model, ledger, key = mill.artifact.name, Ledger(), served[0].key()
     mill.wait(lambda: mill.scalar("SELECT COUNT(*) FROM workers WHERE status = 'ready'"), "a worker")
     failures: list[BaseException] = []
 
-    def guarded(work: Callable[..., None], *arguments: Any) -> None:
+    def guarded(work: Callable[..., None], argument: int) -> None:
         try:
-            with openai.OpenAI(
-                base_url=served.url, api_key=served.key(), max_retries=0, timeout=CALL_TIMEOUT_S
-            ) as client:
-                work(client, ledger, model, *arguments)
+            with contextlib.ExitStack() as stack:
+                clients = [
+                    openai.OpenAI(base_url=each.url, api_key=key, max_retries=0, timeout=CALL_TIMEOUT_S)
+                    for each in served
+                ]
+                for client in clients:
+                    stack.enter_context(client)
+                work(Caller(ledger, clients), ledger, model, argument)
         except BaseException as error:
             failures.append(error)
 
@@ -229,7 +256,7 @@ def run_load(mill: Mill, *, seconds: float, workers: int, pause_s: tuple[float, 
     for thread in threads:
         thread.start()
     try:
-        harm(served, ledger, seconds=seconds, pause_s=pause_s, goes_on=lambda: not failures)
+        harm(mill, served, ledger, seconds=seconds, pause_s=pause_s, acts=acts, goes_on=lambda: not failures)
     finally:
         ledger.stopping.set()
         for thread in threads:
@@ -241,66 +268,58 @@ def run_load(mill: Mill, *, seconds: float, workers: int, pause_s: tuple[float, 
 
 
 def harm(
-    served: ServedMill,
+    mill: Mill,
+    served: Sequence[ServedMill],
     ledger: Ledger,
     *,
     seconds: float,
     pause_s: tuple[float, float],
+    acts: Sequence[str],
     goes_on: Callable[[], bool],
 ) -> None:
-    """Kill the gateway, workers, now and then the queue server, until the time is over."""
-    mill = served.mill
-    acts = itertools.cycle([kill_gateway, kill_worker, kill_gateway, kill_workers, kill_gateway, kill_queue])
+    """Kill one thing after the other until the time is over; each at least once."""
     until = time.monotonic() + seconds
 
     def has_more_than(before: int) -> bool:
         return ledger.answered.total() > before or not goes_on()
 
-    while goes_on() and time.monotonic() < until:
+    for turn in itertools.count():
+        if not goes_on() or (turn >= len(acts) and time.monotonic() > until):
+            return
         mill.wait(partial(has_more_than, ledger.answered.total()), "an answer between two faults")
         time.sleep(mill.random.uniform(*pause_s))
-        next(acts)(served)
+        match acts[turn % len(acts)]:
+            case "gateway":
+                kill_gateway(mill, mill.random.choice(served))
+            case "worker":
+                kill_workers(mill, 1)
+            case "all workers":
+                kill_workers(mill, len(mill.busy_workers()))  # for a while nobody answers
+            case "queue":
+                kill_queue(mill)
 
 
-def kill_gateway(served: ServedMill) -> None:
-    served.mill.inject(served.kill)
-    time.sleep(served.mill.random.uniform(0.0, 1.0))
-    served.serve()
+def kill_gateway(mill: Mill, gateway: ServedMill) -> None:
+    mill.inject(gateway.kill)
+    time.sleep(mill.random.uniform(0.0, 1.0))
+    gateway.serve()
 
 
-def kill_worker(served: ServedMill) -> None:
-    mill = served.mill
-    pids = mill.busy_workers()
-    if pids:
+def kill_workers(mill: Mill, count: int) -> None:
+    """So many of those that are busy."""
+    for pid in mill.random.sample(busy := mill.busy_workers(), min(count, len(busy))):
         with contextlib.suppress(ProcessLookupError):
-            mill.inject(lambda: os.kill(mill.random.choice(pids), signal.SIGKILL))
+            mill.inject(partial(os.kill, pid, signal.SIGKILL))
 
 
-def kill_workers(served: ServedMill) -> None:
-    """All that are busy: for a while nobody answers."""
-    for pid in served.mill.busy_workers():
-        with contextlib.suppress(ProcessLookupError):
-            served.mill.inject(partial(os.kill, pid, signal.SIGKILL))
-
-
-def kill_queue(served: ServedMill) -> None:
-    mill = served.mill
+def kill_queue(mill: Mill) -> None:
     if mill.queue is None:
         mill.inject(lambda: os.kill(mill.queue_server_pid(), signal.SIGKILL))  # its supervisor starts it again
     else:
         mill.inject(mill.queue.kill)
         time.sleep(mill.random.uniform(0.0, 1.0))
         mill.queue.start()
-    mill.wait(lambda: _answers(mill), "the queue server's return")
-
-
-def _answers(mill: Mill) -> bool:
-    try:
-        return mill.queue_server_pid() > 0
-    except Exception as error:
-        if isinstance(error, OSError) or type(error).__module__.startswith("redis"):
-            return False
-        raise
+    mill.wait(lambda: answers(mill), "the queue server's return")
 
 
 def tally_of(mill: Mill, ledger: Ledger) -> Tally:
@@ -337,7 +356,7 @@ def test_bulk_and_chat_while_gateway_workers_and_queue_are_killed(
 ) -> None:
     """Ten minutes in all."""
     mill = make_mill(database, queue, faults=[SOON], seed=50)
-    ledger = run_load(mill, seconds=minutes * 60 * SCALE, workers=2, pause_s=(0.5, 6.0), lines_of_one=300)
+    ledger = run_load(mill, seconds=minutes * 60 * SCALE, gateways=2, workers=2, lines_of_one=300)
     for kind, count in sorted(ledger.answered.items()):
         print(f"{kind}: {count}")
     print(f"seen by clients, and repeated: {dict(ledger.refusals)}")
@@ -348,6 +367,7 @@ def test_bulk_and_chat_while_gateway_workers_and_queue_are_killed(
 def test_bulk_and_chat_survive_a_killed_gateway(make_mill: MakeMill, record: Record) -> None:
     """One fault of each kind; `make drill` goes on for minutes."""
     mill = make_mill("sqlite", "embedded", faults=[SOON], settings={"ENGINE_NULL_TOKEN_S": "0.005"}, seed=51)
-    ledger = run_load(mill, seconds=6.0, workers=1, pause_s=(0.0, 0.5), lines_of_one=100)
+    acts = ("gateway", "all workers", "queue")
+    ledger = run_load(mill, seconds=0.0, gateways=1, workers=1, lines_of_one=100, pause_s=(0.0, 0.5), acts=acts)
     record(mill, "bulk and chat by HTTP (short)", tally=tally_of(mill, ledger))
     assert min(ledger.answered[kind] for kind in ("whole", "streamed", "lines")) > 0

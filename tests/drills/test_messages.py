@@ -54,8 +54,8 @@ def copies_of(message: bytes, count: int) -> list[bytes]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_malformed_messages_are_pushed_by_hand(make_mill: MakeMill, record: Record, database: str) -> None:
-    """What stock Celery answers with endless loops and exits. A process that ends is started again."""
-    mill = make_mill(database, "log", faults=[{"kind": "restarts_soon", "roles": ["up"], "longest_s": 0.5}], seed=21)
+    """What stock Celery answers with endless loops and exits. Here no worker ends."""
+    mill = make_mill(database, "log", seed=21)
     bulk = queue_name(mill.artifact.name, is_interactive=False)
     mill.up(workers=2)
     bad = malformed(bulk)
@@ -66,7 +66,8 @@ def test_malformed_messages_are_pushed_by_hand(make_mill: MakeMill, record: Reco
             with mill.queue_client() as client:
                 mill.inject(lambda client=client, message=message: client.rpush(bulk, message))
     mill.wait_until_done()
-    assert mill.events()["message_rejected"]
+    assert mill.events()["message_rejected"] >= len(bad) // 2
+    assert not mill.events()["worker_died"]
     record(mill, "malformed messages pushed by hand")
 
 

@@ -22,7 +22,7 @@ def kill_busy_workers(mill: Mill, times: int, *, batch_of: int = 2000) -> None:
     """Each at a random moment; whoever looks after the workers starts others."""
     for _ in range(times):
         mill.keep_busy(batch_of)
-        pid = mill.pick_busy_worker()
+        pid = mill.pick_busy_worker(batch_of=batch_of)
         with contextlib.suppress(ProcessLookupError):
             mill.inject(lambda pid=pid: os.kill(pid, signal.SIGKILL))
 
@@ -78,7 +78,7 @@ def test_workers_killed_while_a_real_engine_runs(make_mill: MakeMill, record: Re
     mill.expected = texts(mill, "calm")
     assert mill.run(*asked, "--name", "harmed")[0] == 0
     for _ in range(scaled(6)):
-        pid = mill.pick_busy_worker(within_s=1.0)
+        pid = mill.pick_busy_worker(within_s=1.0, batch_of=0)
         mill.inject(lambda pid=pid: os.kill(pid, signal.SIGKILL))
     mill.wait_until_done()
     record(mill, "SIGKILL of a worker, real engine")

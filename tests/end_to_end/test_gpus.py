@@ -20,7 +20,7 @@ import pytest
 from storage import queries
 from storage.models import WorkerStatus
 from storage.queries import WorkerRow
-from tests.end_to_end.conftest import Home, wait_for
+from tests.end_to_end.conftest import START_S, Home, wait_for
 from tests.end_to_end.test_run import read_lines
 from tests.end_to_end.test_up import close, submit, wait_for_status
 from tests.workers.nvml import Machine, gpu
@@ -95,21 +95,21 @@ def test_each_gpu_has_a_worker_and_a_lost_one_takes_down_its_own_alone(mill: Hom
         assert (detail["uuid"], detail["ailment"], detail["power_w"]) == (uuid, None, 300.0)
 
     # Both take from the one queue, though one of them dies in the midst of it.
-    batch = submit(mill, "shared", 140, 16)
+    batch = submit(mill, "shared", 100, 16)
     wait_for(lambda: set(answered_by(mill, batch)) == {"gpu0", "gpu2"}, "answers of both")
     os.kill(at["gpu0"].pid, signal.SIGKILL)
     wait_for(lambda: ready(mill).get("gpu0", at["gpu0"]).pid != at["gpu0"].pid, "another worker on gpu0")
     assert set(ready(mill)) == {"gpu0", "gpu2"}
     wait_for_status(mill, batch, "completed")
-    assert_answered_once(mill, batch, 140)
+    assert_answered_once(mill, batch, 100)
 
     # A GPU falls off the bus while its worker has work in hand.
-    batch = submit(mill, "lost", 140, 16)
+    batch = submit(mill, "lost", 100, 16)
     wait_for(lambda: answered_by(mill, batch)["gpu2"] > 0, "an answer of gpu2")
     machine.devices[2] |= {"xids": [79], "is_lost": True}
     machine.write()
     wait_for_status(mill, batch, "completed")
-    assert_answered_once(mill, batch, 140)
+    assert_answered_once(mill, batch, 100)
     wait_for(lambda: end_of(mill, at["gpu2"].name).exit_code is not None, "the end of gpu2's worker")
     gone = end_of(mill, at["gpu2"].name)
     assert (gone.status, gone.exit_code) == (WorkerStatus.FAILED, 69)
@@ -117,7 +117,7 @@ def test_each_gpu_has_a_worker_and_a_lost_one_takes_down_its_own_alone(mill: Hom
     assert set(ready(mill)) == {"gpu0"}, "it is not started again at once, and its neighbour works on"
 
     up.terminate()
-    _, notes = up.communicate(timeout=60)
+    _, notes = up.communicate(timeout=START_S)
     assert up.returncode == 0, notes
     assert "the worker of gpu2 died (exit code 69, its GPU is lost or sick) and is started again in 30 s" in notes
 

@@ -9,7 +9,7 @@ import redis
 from celery import Celery
 from sqlalchemy import select
 
-from jobs import interactive
+from jobs import interactive, steering
 from jobs.interactive import Asked
 from jobs.protocol import Endpoint, parse_body
 from jobs.queue import InteractiveQueue, make_app, queue_depth, waiting_ids
@@ -215,8 +215,8 @@ def test_single_requests_stay_out_of_lists_and_go_with_the_others(database: Data
     """Millions of them must not be in the way, and what people wrote is kept no longer than in a batch."""
     answered, open_ = ask(database, app, idempotency_key="k"), ask(database, app)
     record(database, answered, claim(database, answered))
+    assert steering.list_batches(database) == []
     with database.read() as connection:
-        assert queries.list_batches(connection) == []
         assert queries.batches_at_work(connection, database.now()) == []  # its request is on its way
     later = database.now() + 1.0
     purged = purge_text(database, ended_before=later, now=later)

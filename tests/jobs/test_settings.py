@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import LONGEST_RUNTIME_DIR, Settings, environment_of, load_settings, variables
+from jobs.settings import LONGEST_RUNTIME_DIR, Settings, bounds_of, environment_of, load_settings, variables
 from storage.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -47,12 +47,15 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "value 'many' is not accepted; wanted: a valid integer"),
-        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "-1", "value '-1' is not accepted; wanted: greater than or equal to 0"),
+        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "value 'many' is not accepted; wanted: a whole number, 0 to 4,096"),
+        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "-1", "value '-1' is not accepted; wanted: a whole number, 0 to 4,096"),
         ("PROMPTMILL_ENGINE_SHARED_PREFIX_TOKENS", "512,long", "wanted: lengths in tokens with commas between"),
-        ("PROMPTMILL_ENGINE_PREFIX_REUSE", "perhaps", "value 'perhaps' is not accepted; wanted: a valid boolean"),
+        ("PROMPTMILL_ENGINE_PREFIX_REUSE", "perhaps", "value 'perhaps' is not accepted; wanted: true or false"),
         ("PROMPTMILL_LOG_LEVEL", "loud", "wanted: 'debug', 'info', 'warning' or 'error'"),
-        ("PROMPTMILL_WORKER_LEASE_S", "1", "wanted: greater than or equal to 3"),
+        ("PROMPTMILL_WORKER_LEASE_S", "1", "value '1' is not accepted; wanted: a number, 3 or more"),
+        ("PROMPTMILL_WORKER_LEASE_S", "long", "value 'long' is not accepted; wanted: a number, 3 or more"),
+        ("PROMPTMILL_WORKER_LEASE_S", "inf nan", "wanted: a number, 3 or more"),
+        ("PROMPTMILL_WORKER_MAX_ATTEMPTS", "2.5", "wanted: a whole number, 1 to 100"),
     ],
 )
 def test_a_wrong_value_names_variable_value_and_wanted_form(
@@ -70,7 +73,7 @@ def test_a_wrong_value_names_variable_value_and_wanted_form(
     [
         ("PROMPTMILL_ENGINE_MAX_BATCHSIZE", "PROMPTMILL_ENGINE_MAX_BATCH_SIZE"),
         ("PROMPTMILL_DATABASE", "PROMPTMILL_DATABASE_URL"),
-        ("PROMPTMILL_REDIS_URL", "PROMPTMILL_QUEUE_URL"),
+        ("PROMPTMILL_LEASE_S", "PROMPTMILL_WORKER_LEASE_S"),
     ],
 )
 def test_an_unknown_variable_is_an_error_that_names_the_nearest(
@@ -84,6 +87,36 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest(
     (tmp_path / ".env").write_text(f"{name}=1\n")
     with pytest.raises(SettingsError, match=f"unknown setting {name} in .*\\.env; .* {nearest} "):
         load_settings(tmp_path / ".env")
+
+
+def test_an_unknown_variable_that_is_like_no_other_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`the nearest is PROMPTMILL_WORKER_LEASE_S` would send whoever wrote PROMPTMILL_COLOUR the wrong way."""
+    for name in ("PROMPTMILL_COLOUR", "PROMPTMILL_WHATEVER_ELSE", "PROMPTMILL_X"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "1")
+            with pytest.raises(SettingsError) as raised:
+                load_settings(env_file=None)
+        assert raised.value.message == (
+            f"unknown setting {name} in the environment; remove it, or see which there are (docs/settings.md)"
+        )
+
+
+@pytest.mark.parametrize("wrong", ["", " x ", "-7", "1e999", "9" * 30])
+def test_what_is_no_number_is_answered_with_the_wanted_form_everywhere(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """No setting lets the words of the validation library through."""
+    for name, (_, path) in variables().items():
+        group, _, own = path.partition(".")
+        if not own or Settings.model_fields[group].annotation.model_fields[own].annotation not in (int, float):  # type: ignore[union-attr]
+            continue
+        with monkeypatch.context() as changed:
+            changed.setenv(name, wrong)
+            try:
+                load_settings(env_file=None)
+            except SettingsError as error:
+                assert "wanted: a number, " in error.message or "wanted: a whole number, " in error.message
+                assert "parse" not in error.message
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
@@ -133,6 +166,16 @@ def test_each_setting_has_a_row_in_the_docs() -> None:
         if default not in (None, ""):
             shown = str(default).lower() if isinstance(default, bool) else str(default).removesuffix(".0")
             assert documented[name] == f"`{shown}`", name
+
+
+def test_the_bounds_of_each_number_are_in_the_docs() -> None:
+    """Beside the unit: what an error would say."""
+    rows = [line for line in (ROOT / "docs" / "settings.md").read_text().splitlines() if line.startswith("| `")]
+    units = {row.split("`")[1]: row.split("|")[3].strip() for row in rows}
+    for name, (_, path) in variables().items():
+        group, _, own = path.partition(".")
+        if own and (bounds := bounds_of(Settings.model_fields[group].annotation.model_fields[own])):  # type: ignore[union-attr]
+            assert units[name].endswith(f", {bounds}"), name
 
 
 def test_a_child_process_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,22 @@ def test_a_batch_is_found_by_its_id_the_beginning_of_it_and_as_the_last(database
         with pytest.raises(steering.SteeringError) as caught:
             steering.find_batch(database, named)
         assert caught.value.code == code
+    for short in ("a", "aaa", "batch_", "batch_aaa", ""):
+        with pytest.raises(steering.SteeringError, match="too short to name a batch; write 4 characters"):
+            steering.find_batch(database, short)
 
 
 def test_batches_are_listed_newest_first_and_by_status(database: Database, tmp_path: Path) -> None:
     batches = [make_batch(database, f"batch_{n:08}") for n in range(5)]
     assert steering.cancel(database, batches[1], tmp_path).status is BatchStatus.CANCELLED
     assert [batch.id for batch in steering.list_batches(database, limit=2)] == [batches[4].id, batches[3].id]
-    cancelled = steering.list_batches(database, status=BatchStatus.CANCELLED, limit=2)
+    cancelled = steering.list_batches(database, stands=BatchStatus.CANCELLED, limit=2)
     assert [batch.id for batch in cancelled] == [batches[1].id]
+    steering.pause(database, batches[3])
+    paused = steering.list_batches(database, stands="paused")
+    assert [(batch.id, steering.standing(batch)) for batch in paused] == [(batches[3].id, "paused")]
+    at_work = steering.list_batches(database, stands=BatchStatus.IN_PROGRESS)
+    assert [batch.id for batch in at_work] == [batches[4].id, batches[2].id, batches[0].id]
 
 
 def test_a_batch_is_paused_resumed_and_made_urgent(database: Database) -> None:
@@ -88,16 +96,31 @@ def test_deadlines() -> None:
 
 
 def test_time_left_goes_by_tokens(database: Database) -> None:
-    """Half the requests have ended, with 40 tokens each; 100 tokens a second flow now: 10 more take 4 s."""
+    """Half the requests have ended, with 40 tokens each; 20 tokens a second flow now: 10 more take 20 s."""
     batch = replace(make_batch(database, "batch_1"), total_requests=20)
     rates = steering.Rates()
     assert rates.left_s is None
     rates.add(100.0, replace(batch, completed_requests=5, prompt_tokens=50, completion_tokens=150))
     assert rates.left_s is None
-    rates.add(102.0, replace(batch, completed_requests=10, prompt_tokens=100, completion_tokens=300))
-    assert rates.requests_per_s == 2.5
-    assert rates.tokens_per_s == 75.0
-    assert rates.left_s == 4.0
+    rates.add(110.0, replace(batch, completed_requests=10, prompt_tokens=100, completion_tokens=300))
+    assert rates.requests_per_s == 0.5
+    assert rates.tokens_per_s == 15.0
+    assert rates.left_s == 20.0
+
+
+def test_no_time_left_is_told_before_enough_has_been_seen(database: Database) -> None:
+    """One group of short answers at the start says little of the rest: the time left would jump between wild guesses."""
+    batch = replace(make_batch(database, "batch_1"), total_requests=1000)
+    rates = steering.Rates()
+    for now, done in ((100.0, 0), (101.0, 64), (109.0, 128)):  # many, in a short time
+        rates.add(now, replace(batch, completed_requests=done, completion_tokens=10 * done))
+        assert rates.left_s is None
+    slow = steering.Rates()
+    for now, done in ((100.0, 0), (125.0, 9)):  # long, and little
+        slow.add(now, replace(batch, completed_requests=done, completion_tokens=10 * done))
+        assert slow.left_s is None
+    rates.add(112.0, replace(batch, completed_requests=192, completion_tokens=1920))
+    assert rates.left_s is not None
 
 
 def test_a_set_of_lines_knows_what_it_was_given() -> None:

@@ -74,7 +74,7 @@ def test_a_file_becomes_a_batch_in_progress(database: Database, path: Path) -> N
     assert lines_of(database, submission) == [(1, None), (3, None)]
     failure = queries.results_in_order(database, batch.id)
     assert [(row.line, row.custom_id, row.status_code, row.error_code) for row in failure] == [
-        (4, None, 400, "nul_character")
+        (4, "line-4", 400, "nul_character")
     ]
 
 

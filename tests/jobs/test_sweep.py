@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import redis
 from celery import Celery
 
+from jobs.finalize import Finalizer, finalize_batches
 from jobs.queue import make_app, queue_depth, waiting_ids
 from jobs.settings import QueueSettings, Settings
 from jobs.sweep import LOST_AFTER_S, Swept, sweep
@@ -12,6 +14,7 @@ from storage import queries, transitions
 from storage.database import Database
 from storage.models import BatchStatus, RequestStatus, WorkerStatus
 from storage.transitions import AttemptRecord, NewBatch, NewRequest, NewWorker, RequestOutcome
+from tests.conftest import wait_until
 
 NOW = 1_000_000.0
 LATER = NOW + LOST_AFTER_S + 1
@@ -213,3 +216,43 @@ def test_without_redis_the_databases_part_is_done(database: Database, settings: 
     assert sweep(database, away, settings, NOW + 61) == Swept(expired_leases=3)
     assert counts(database, batch_id) == {RequestStatus.PENDING: 3}
     away.close()
+
+
+def test_a_finalizer_publishes_beside_the_pass(database: Database, app: Celery, settings: Settings) -> None:
+    """A million lines take a while; leases, other batches and the queue do not wait for them."""
+    batch_id = make_batch(database, 3)
+    sweep(database, app, settings, NOW)
+    run_all(database, app)
+    finalizer = Finalizer(database, settings.files_dir)
+    assert sweep(database, app, settings, NOW, finalizer) == Swept()
+    wait_until(lambda: status(database, batch_id) is BatchStatus.COMPLETED, what="the batch's end")
+    finalizer.close()
+
+
+def test_writing_that_is_stopped_leaves_no_file_behind_and_is_done_anew(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    batch_id = make_batch(database, 3)
+    sweep(database, app, settings, NOW)
+    run_all(database, app)
+    with database.write() as connection:
+        transitions.finish_batches(connection, NOW)
+    assert finalize_batches(database, settings.files_dir, NOW, lambda: False) == []
+    assert status(database, batch_id) is BatchStatus.FINALIZING
+    assert list(settings.files_dir.iterdir()) == []
+    assert finalize_batches(database, settings.files_dir, NOW) == [batch_id]
+
+
+def test_a_retry_that_was_left_half_way_is_continued(
+    database: Database, app: Celery, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it may be gone."""
+    monkeypatch.setattr(transitions, "RETRY_LINES", 2)
+    batch_id = make_batch(database, 5)
+    with database.write() as connection:
+        transitions.cancel_batch(connection, batch_id, NOW)
+    sweep(database, app, settings, NOW)
+    assert status(database, batch_id) is BatchStatus.CANCELLED
+    with database.write() as connection:
+        assert transitions.retry_batch(connection, batch_id, NOW) == 2
+    assert sweep(database, app, settings, NOW).queued == 5

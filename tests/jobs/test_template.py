@@ -52,10 +52,10 @@ def test_a_syntax_error_names_its_line() -> None:
     ("text", "message"),
     [
         ("\n{{ 1 // n }}", "template line 2: integer division or modulo by zero; correct the template or the row"),
-        ("{{ n.x }}", "template line 1: 'int object' has no attribute 'x'; correct the template or row"),
+        ("{{ n.x }}", "template line 1: 'int object' has no attribute 'x'; correct the template or the row"),
         (
             "{{ n.__class__.__mro__ }}",
-            "template line 1: access to attribute '__class__' of 'int' object is unsafe.; "
+            "template line 1: access to attribute '__class__' of 'int' object is unsafe; "
             "correct the template or the row",
         ),
         ("{{ range(10000000) | list }}", None),

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from jobs import forecast
 from jobs.inputs import InputLine, InputOptions, InputReader
 from jobs.protocol import Endpoint, parse_body
 from jobs.settings import GatewaySettings, Settings
@@ -271,6 +272,11 @@ class TestVerdicts:
 
 
 class TestDeadlines:
+    @pytest.fixture(autouse=True)
+    def _long_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However long this machine takes, the rate is still known."""
+        monkeypatch.setattr(forecast, "WINDOW_S", 3600.0)
+
     def finished_batch(self, database: Database, settings: Settings, requests: int) -> None:
         """Some work of the model that ended a moment ago."""
         batch = validated(database, settings, [line(str(number)) for number in range(requests)])
@@ -305,10 +311,14 @@ class TestDeadlines:
 
     def test_a_possible_one_and_an_unknown_rate_are_let_pass(self, database: Database, settings_here: Settings) -> None:
         options = SubmitOptions(refuse_impossible_deadline=True).to_json()
-        batch = validated(database, settings_here, [line("a")], expires_at=database.now() + 60, submit_options=options)
+        batch = validated(
+            database, settings_here, [line("a")], expires_at=database.now() + 3600, submit_options=options
+        )
         assert batch.status is BatchStatus.IN_PROGRESS
         self.finished_batch(database, settings_here, 20)
-        batch = validated(database, settings_here, [line("a")], expires_at=database.now() + 60, submit_options=options)
+        batch = validated(
+            database, settings_here, [line("a")], expires_at=database.now() + 3600, submit_options=options
+        )
         assert batch.status is BatchStatus.IN_PROGRESS
 
 
@@ -335,6 +345,8 @@ class TestTakeover:
         self, database: Database, settings_here: Settings, looks: int, written: int
     ) -> None:
         """It dies while it checks, and between two groups of rows; each line is there once."""
+        frozen = database.now()
+        database.now = lambda: frozen  # type: ignore[method-assign]
         batch = make_batch(database, settings_here, [line(str(number)) for number in range(2500)])
         with pytest.raises(_Crash):
             validate_next(database, settings_here, "dead", stopping=self.crash_after(looks))

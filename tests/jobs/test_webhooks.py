@@ -25,6 +25,7 @@ from storage.database import Database
 from storage.errors import InvalidRequest
 from storage.models import BatchStatus
 from storage.outbox import DeliveryRow, EndpointRow
+from storage.purge import purge_rows, purge_text
 from storage.transitions import NewBatch, NewRequest
 from tests.conftest import wait_until
 
@@ -459,7 +460,9 @@ def test_an_answer_without_end_is_cut_off(sqlite_database: Database, sending: Ca
     try:
         for endpoint, said in zip(endpoints, ("headers exceed 16384", "no answer within 1 s"), strict=True):
             wait_until(
-                lambda endpoint=endpoint, said=said: said in (deliveries(sqlite_database, endpoint)[0].last_error or ""),
+                lambda endpoint=endpoint, said=said: (
+                    said in (deliveries(sqlite_database, endpoint)[0].last_error or "")
+                ),
                 what=said,
             )
     finally:
@@ -478,6 +481,16 @@ def test_an_endpoint_has_a_known_event_and_a_tenant_has_a_bounded_number(sqlite_
     assert add_endpoint(sqlite_database, tenant="other", url="https://a.example/").events == ",".join(EVENTS)
 
 
+def test_purging_a_batchs_rows_removes_the_record_of_its_events(sqlite_database: Database) -> None:
+    endpoint = add_endpoint(sqlite_database, tenant="acme", url="https://a.example/")
+    end_batch(sqlite_database, make_batch(sqlite_database), BatchStatus.CANCELLED)
+    now = sqlite_database.now() + 10
+    purge_text(sqlite_database, ended_before=now, now=now)
+    assert len(deliveries(sqlite_database, endpoint)) == 1
+    purge_rows(sqlite_database, ended_before=now, now=now)
+    assert deliveries(sqlite_database, endpoint) == []
+
+
 def test_a_removed_endpoint_is_gone_with_what_waited_for_it(sqlite_database: Database) -> None:
     endpoint = add_endpoint(sqlite_database, tenant="acme", url="https://a.example/")
     end_batch(sqlite_database, make_batch(sqlite_database), BatchStatus.CANCELLED)
@@ -485,4 +498,3 @@ def test_a_removed_endpoint_is_gone_with_what_waited_for_it(sqlite_database: Dat
     with sqlite_database.read() as connection:
         assert outbox.list_endpoints(connection, "acme") == []
         assert not outbox.has_due(connection, sqlite_database.now() + 1)
-

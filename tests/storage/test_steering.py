@@ -63,7 +63,7 @@ def ending(held: ClaimedRequest, code: str | None = None) -> RequestOutcome:
     )
 
 
-def die(database: Database, worker: str = "w", now: float = NOW, exit_code: int = -9) -> None:
+def die(database: Database, worker: str = "w", now: float = NOW, exit_code: int = -11) -> None:
     with database.write() as connection:
         transitions.abandon_worker(connection, worker, now, exit_code=exit_code, limits=LIMITS)
 
@@ -211,9 +211,18 @@ def test_suspicion_shrinks_the_group_until_deaths_alone_convict() -> None:
     assert judge(second, None, limits=LIMITS) == Sentence(False, isolation=16)
     third = [*second, Death("w", NOW, batch_mates=15)]
     assert judge(third, 16, limits=LIMITS) == Sentence(False, isolation=2)
-    alone = [*third, Death("w", NOW, batch_mates=1), *[Death("w", NOW, batch_mates=0)] * 2]
+    crash = Death("w", NOW, batch_mates=0, exit_code=-11)
+    alone = [*third, Death("w", NOW, batch_mates=1), crash, crash]
     assert judge(alone, 1, limits=LIMITS) == Sentence(False, isolation=1, pause_s=4.0)
-    assert judge([*alone, Death("w", NOW, batch_mates=0)], 1, limits=LIMITS) == Sentence(True)
+    assert judge([*alone, crash], 1, limits=LIMITS) == Sentence(True)
+
+
+def test_an_end_from_outside_is_half_the_evidence_of_a_crash() -> None:
+    """A hand, the kernel, the power: a request that was met alone by chance must not be taken for a killer soon."""
+    for exit_code in (-9, None):
+        killed = Death("w", NOW, batch_mates=0, exit_code=exit_code)
+        assert not judge([killed] * 5, 1, limits=LIMITS).is_poison
+        assert judge([killed] * 6, 1, limits=LIMITS).is_poison
 
 
 def test_the_request_that_kills_workers_is_found_and_all_others_finish(database: Database) -> None:
@@ -244,13 +253,13 @@ def test_the_request_that_kills_workers_is_found_and_all_others_finish(database:
     assert poison.error_message is not None
     for worker in ("w3", "w4", "w5"):
         assert f"{worker} at 1970-01-12T14:0" in poison.error_message
-    assert "exit code -9" in poison.error_message
+    assert "exit code -11" in poison.error_message
     assert get(database, batch_id).completed_requests == 31
     with database.read() as connection:
         tries = queries.attempts_of(connection, culprit)
     assert [(row["batch_mates"], row["exit_code"]) for row in tries] == [
-        *((31, -9), (31, -9), (3, -9)),
-        *((0, -9), (0, -9), (0, -9)),
+        *((31, -11), (31, -11), (3, -11)),
+        *((0, -11), (0, -11), (0, -11)),
     ]
 
 

@@ -19,6 +19,7 @@ import redis
 from celery import Celery
 
 from jobs import celery_door
+from jobs.audit import audit_request
 from jobs.celery_door import NoTask, parse_message
 from jobs.doors import serve_doors
 from jobs.keys import make_key
@@ -216,6 +217,9 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
         with database.read() as connection:
             made = [batch for batch in queries.list_batches(connection) if batch.tenant == "acme"]
         assert {(batch.door, batch.api_key_id) for batch in made} == {("celery", key.row.id)}
+        record = audit_request(database, "batch_req_" + chatted["answer"]["id"].removeprefix("chatcmpl-")).record
+        assert (record.door, record.api_key, record.api_key_name) == ("celery", key.row.public_id, "app")
+        assert (record.tenant, record.custom_id) == ("acme", "mine")
 
 
 def test_a_message_that_comes_twice_is_one_request(

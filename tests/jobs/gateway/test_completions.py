@@ -40,9 +40,11 @@ from tests.jobs.gateway.conftest import (
     RunningGateway,
     StartWorker,
     changed,
+    chat_line,
     prepared,
     running_gateway,
     running_worker,
+    upload,
 )
 
 PROMPT = "0123456789 zwölf Bögen"
@@ -359,10 +361,10 @@ def test_an_answer_that_takes_too_long_is_given_up(
 
 
 def test_a_stream_goes_on_where_a_killed_worker_left_it(
-    sqlite_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker
+    served_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker
 ) -> None:
     """Another worker computes the same; what was sent already is not sent twice."""
-    settings = changed(sqlite_settings, engine=SLOW)
+    settings = changed(served_settings, engine=SLOW)
     gateway = make_gateway(settings)
     start_worker(settings)
     start_worker(settings)
@@ -460,3 +462,55 @@ def test_calls_wait_out_a_redis_that_is_away(
         assert answers == [ANSWER]
     finally:
         server.close()
+
+
+def test_a_real_model_streams_what_it_answers(
+    sqlite_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker
+) -> None:
+    """Random weights: its text has broken characters, whose pieces come in several tokens."""
+    settings = changed(sqlite_settings, engine={"flavour": "cpu", "threads": 1, "max_batch_size": 4})
+    gateway = make_gateway(settings)
+    start_worker(settings)
+    with gateway.client() as client:
+        for options in ({"temperature": 0}, {"temperature": 1.2, "seed": 7}, {"temperature": 0, "stop": ["e", "zz"]}):
+            chat: dict[str, Any] = {"model": MODEL, "messages": messages("Say it."), "max_tokens": 48, **options}
+            whole = client.chat.completions.create(**chat)
+            chunks = list(client.chat.completions.create(**chat, stream=True))
+            assert streamed(chunks) == whole.choices[0].message.content
+            assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        chat = {"model": MODEL, "messages": messages("Say it."), "max_tokens": 4, "temperature": 0, "logprobs": True}
+        whole = client.chat.completions.create(**chat)
+        chunks = list(client.chat.completions.create(**chat, stream=True))
+        assert streamed(chunks) == whole.choices[0].message.content
+        (told,) = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+        assert whole.choices[0].logprobs is not None
+        assert whole.choices[0].logprobs.content is not None
+        assert len(whole.choices[0].logprobs.content) == 4
+        assert told.model_dump() == whole.choices[0].logprobs.model_dump()
+
+
+@pytest.mark.drill
+def test_a_chat_is_answered_while_bulk_work_holds_every_thread_and_row(
+    sqlite_settings: Settings, make_gateway: MakeGateway, start_worker: StartWorker
+) -> None:
+    """A bulk request takes 160 s here, and there are more than rows; a chat of one token is answered meanwhile."""
+    settings = changed(sqlite_settings, engine={"null_token_s": 10.0, "max_batch_size": 4}, queue={"chunk_size": 4})
+    gateway = make_gateway(settings)
+    start_worker(settings)
+    with gateway.client() as client:
+        lines = [chat_line(f"c{number}", f"question {number}", max_tokens=16) for number in range(64)]
+        batch = client.batches.create(
+            input_file_id=upload(client, lines).id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+
+        def is_full() -> bool:
+            with gateway.database.read() as connection:
+                counts = queries.count_requests(connection, 1)
+            return counts.get(RequestStatus.RUNNING, 0) >= 12  # in three chunks, one for each of Celery's threads
+
+        wait_until(is_full, seconds=PATIENCE_S, what="bulk work in every thread")
+        answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+        assert answer.choices[0].text == PROMPT[-1]
+        found = client.batches.retrieve(batch.id)
+        assert found.request_counts is not None
+        assert found.request_counts.completed == 0

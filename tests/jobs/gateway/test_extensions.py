@@ -12,8 +12,12 @@ import httpx2  # what the SDK speaks HTTP with
 import openai
 import pytest
 
+from jobs import forecast as forecast_module
 from jobs.worker_process import WorkerProcess
-from storage import queries
+from storage import queries, transitions
+from storage.database import Database
+from storage.models import RequestStatus
+from storage.transitions import AttemptRecord, RequestOutcome
 from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import PATIENCE_S, RunningGateway, chat_line, upload, wait_for_status
 from tests.jobs.gateway.test_batches import create, plain, prompt_line
@@ -172,29 +176,39 @@ class TestResults:
             assert caught.value.code in ("request_not_found", "batch_not_found")
 
     def test_a_running_batch_has_a_forecast(
-        self, shared_gateway: RunningGateway, shared_client: openai.OpenAI, shared_worker: WorkerProcess
+        self, gateway: RunningGateway, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Once two lines are answered: how long the rest takes, and how many tokens it will have been."""
-        lines = [prompt_line(f"r{number}", f"number {number:06}") for number in range(2000)]
-        made = create(shared_client, lines, "/v1/completions")
-        found: list[dict[str, Any]] = []
+        """Four of ten lines were answered ten seconds ago, with 12 tokens each."""
+        monkeypatch.setattr(forecast_module, "WINDOW_S", 3600.0)  # a slow machine must not forget the rate
+        made = create(client, [prompt_line(f"r{number}", "one") for number in range(10)], "/v1/completions")
+        wait_for_status(client, made.id, "in_progress")
+        unknown = plain(client.batches.retrieve(made.id))["promptmill"]["forecast"]
+        assert unknown == {"requests_per_s": None, "remaining_s": None, "completes_at": None, "total_tokens": None}
+        answer(gateway.database, made.id, requests=4, seconds_ago=10.0)
+        forecast = plain(client.batches.retrieve(made.id))["promptmill"]["forecast"]
+        assert forecast["total_tokens"] == 120
+        assert 0 < forecast["requests_per_s"] <= 0.4
+        assert forecast["remaining_s"] == pytest.approx(6 / forecast["requests_per_s"], rel=0.01)
+        assert forecast["completes_at"] >= time.time() + 14
+        post(client, f"/batches/{made.id}/pause")
+        paused_forecast = plain(client.batches.retrieve(made.id))["promptmill"]["forecast"]
+        assert paused_forecast["completes_at"] is None
 
-        def is_forecast() -> bool:
-            batch = plain(shared_client.batches.retrieve(made.id))
-            forecast = batch["promptmill"]["forecast"]
-            if forecast and forecast["remaining_s"]:
-                found.append(batch)
-            return bool(found) or batch["status"] == "completed"
 
-        wait_until(is_forecast, seconds=PATIENCE_S, what="a forecast")
-        if not found:
-            pytest.skip("the worker was done before anybody could look")
-        forecast = found[0]["promptmill"]["forecast"]
-        counts = found[0]["request_counts"]
-        left = counts["total"] - counts["completed"] - counts["failed"]
-        assert forecast["remaining_s"] == pytest.approx(left / forecast["requests_per_s"], rel=0.05)
-        each = found[0]["usage"]["total_tokens"] / counts["completed"]
-        assert forecast["total_tokens"] == round(each * counts["total"])
+def answer(database: Database, batch_id: str, *, requests: int, seconds_ago: float) -> None:
+    """What a worker would have done."""
+    with database.write() as connection:
+        batch = queries.find_batch(connection, batch_id)
+        assert batch is not None
+        now = database.now() - seconds_ago
+        ids = [each.id for each in queries.next_pending(connection, batch.id, requests)]
+        transitions.queue_requests(connection, ids, now)
+        held = transitions.claim_requests(connection, ids, worker="w", lease_s=60, now=now)
+        record = AttemptRecord(prompt_tokens=8, completion_tokens=4)
+        outcomes = [
+            RequestOutcome(each.id, batch.id, 1, RequestStatus.COMPLETED, 200, "{}", record=record) for each in held
+        ]
+        assert len(transitions.record_outcomes(connection, outcomes, worker="w", now=now)) == requests
 
 
 def test_extension_fields_of_a_new_batch_are_kept(shared_gateway: RunningGateway, shared_client: openai.OpenAI) -> None:

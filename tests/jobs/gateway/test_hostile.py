@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-import logging
 import random
 import re
 import socket
@@ -18,8 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.keys import make_key
+from jobs.settings import Settings
+from storage.database import Database
 from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import MODEL, PATIENCE_S, RunningGateway, chat_line, jsonl
+from tests.jobs.gateway.processes import gateway_process
 
 SECRET = "the-moon-is-a-harsh-mistress"
 
@@ -34,12 +38,6 @@ def http(shared_gateway: RunningGateway, key: str) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {key}"}
     with httpx.Client(base_url=shared_gateway.url, headers=headers, trust_env=False, timeout=60) as client:
         yield client
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    caplog.set_level(logging.DEBUG)
-    yield caplog
 
 
 def posts(http: httpx.Client) -> list[str]:
@@ -189,14 +187,18 @@ def test_decompression_bombs_are_refused_unread(http: httpx.Client, shared_gatew
 
 
 def speak(gateway: RunningGateway, sent: bytes) -> bytes:
+    """Send bytes and read what comes until the door is closed, gently or not."""
     host, _, port = gateway.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    answer = b""
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as connection,
+        contextlib.suppress(ConnectionError),
+    ):
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        answer = b""
         while piece := connection.recv(65_536):
             answer += piece
-        return answer
+    return answer
 
 
 SMUGGLED = b"GET /v1/usage HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer stolen\r\n\r\n"
@@ -258,31 +260,35 @@ def test_a_hundred_stalled_clients_hold_up_nobody_and_leave_nothing(
     wait_until(lambda: not parts(), seconds=PATIENCE_S, what="the end of all of them")
 
 
-def test_neither_prompts_nor_keys_come_into_the_logs(
-    http: httpx.Client, key: str, logged: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever is wrong with a call, and however."""
+def test_neither_prompts_nor_keys_come_into_the_logs(sqlite_settings: Settings, sqlite_database: Database) -> None:
+    """Whatever is wrong with a call, and however; a gateway of its own that logs all it can."""
+    key = make_key(sqlite_database, tenant="hostile", name="k").key
     message = {"role": "user", "content": SECRET}
-    for body in (
-        {"model": MODEL, "messages": [message]},
-        {"model": "other", "messages": [message]},
-        {"model": MODEL, "messages": [message], "temprature": 1},
-        {"model": MODEL, "messages": [{**message, "role": SECRET}]},
-        {"model": MODEL, "messages": [message], "stop": [SECRET] * 100},
-        {"model": MODEL, "messages": [message], "metadata": {"\ud800": SECRET}},
-        {"prompt": SECRET, "max_new_tokens": -1},
-        {"model": MODEL, "messages": [{"role": "user", "content": SECRET + "\0"}]},
+    with (
+        gateway_process(sqlite_settings, {"PROMPTMILL_LOG_LEVEL": "debug"}) as url,
+        httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, trust_env=False, timeout=60) as http,
     ):
-        for path in ("/v1/chat/completions", "/v1/completions", "/api/v1/chat"):
-            answer = http.post(path, content=json.dumps(body).encode())
-            assert answer.status_code in (400, 404, 503), (path, body, answer.text)
-    broken = json.dumps({"model": MODEL, "messages": [message]}).encode()[:-3]
-    http.post("/v1/chat/completions", content=broken)
-    http.post("/v1/files", files={"file": (SECRET, jsonl([chat_line("a", SECRET)]))}, data={"purpose": SECRET})
-    http.get("/v1/files", headers={"authorization": f"Bearer {key}{SECRET}"})
-    http.get(f"/v1/files/{SECRET}")
-    http.get("/v1/usage", headers={"x-request-id": SECRET * 100})
-    said = "".join(capfd.readouterr()) + logged.text
+        for body in (
+            {"model": MODEL, "messages": [message]},
+            {"model": "other", "messages": [message]},
+            {"model": MODEL, "messages": [message], "temprature": 1},
+            {"model": MODEL, "messages": [{**message, "role": SECRET}]},
+            {"model": MODEL, "messages": [message], "stop": [SECRET] * 100},
+            {"model": MODEL, "messages": [message], "metadata": {"\ud800": SECRET}},
+            {"prompt": SECRET, "max_new_tokens": -1},
+            {"model": MODEL, "messages": [{"role": "user", "content": SECRET + "\0"}]},
+        ):
+            for path in ("/v1/chat/completions", "/v1/completions", "/api/v1/chat"):
+                answer = http.post(path, content=json.dumps(body).encode())
+                assert answer.status_code in (400, 404, 503), (path, body, answer.text)
+        broken = json.dumps({"model": MODEL, "messages": [message]}).encode()[:-3]
+        http.post("/v1/chat/completions", content=broken)
+        http.post("/v1/files", files={"file": (SECRET, jsonl([chat_line("a", SECRET)]))}, data={"purpose": SECRET})
+        http.get("/v1/files", headers={"authorization": f"Bearer {key}{SECRET}"})
+        http.get(f"/v1/files/{SECRET}")
+        http.get("/v1/usage", headers={"x-request-id": SECRET * 100})
+    said = "".join(path.read_text(errors="replace") for path in sqlite_settings.logs_dir.iterdir())
+    assert "gateway_started" in said
     assert SECRET not in said
     assert key not in said
 

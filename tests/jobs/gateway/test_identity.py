@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from jobs import quotas
+from jobs.audit import AuditError, audit_request
 from jobs.gateway.app import create_app
 from jobs.gateway.identity import check_binding, is_loopback
 from jobs.keys import make_key, revoke_key
@@ -23,7 +24,7 @@ from jobs.worker_process import WorkerProcess
 from storage import queries, transitions
 from storage.database import Database
 from storage.errors import SettingsError
-from storage.models import Door
+from storage.models import Door, RequestStatus
 from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import (
     MODEL,
@@ -380,6 +381,35 @@ def test_another_tenants_key_finds_nothing_by_any_route(
         find_nothing("POST", "/v1/batches", is_named=True, json=body)
     assert walked >= 150
     assert _snapshot(gateway, own, possessions) == before
+
+
+def test_what_ran_beside_a_request_is_shown_of_its_own_tenant_alone(database: Database) -> None:
+    """Tenants share workers and their forward batches; whose requests those were is not for everybody."""
+    ids = []
+    with database.write() as connection:
+        for tenant in ("acme", "acme", "other"):
+            new = transitions.NewBatch(
+                public_id=f"batch_{len(ids)}", fingerprint="f", endpoint="/v1/completions", model="m", tenant=tenant
+            )
+            batch_id = transitions.create_batch(connection, new, 1.0)
+            line = transitions.NewRequest(1, f"{tenant}-{len(ids)}", '{"prompt":"p"}')
+            transitions.add_requests(connection, batch_id, [line])
+            transitions.start_batch(connection, batch_id, 1.0)
+            ids += queries.request_ids(connection, batch_id)
+        transitions.queue_requests(connection, ids, 2.0)
+        claimed = transitions.claim_requests(connection, ids, worker="w", lease_s=60, now=3.0)
+        outcomes = [
+            transitions.RequestOutcome(each.id, each.batch_id, 1, RequestStatus.COMPLETED, 200, "{}")
+            for each in claimed
+        ]
+        transitions.record_outcomes(connection, outcomes, worker="w", now=4.0)
+    everybody, own = (
+        [mate for _, mate in audit_request(database, f"batch_req_{ids[0]:x}", tenant=tenant).attempts[0].mates]
+        for tenant in (None, "acme")
+    )
+    assert (sorted(everybody), own) == (["acme-1", "other-2"], ["acme-1"])
+    with pytest.raises(AuditError):
+        audit_request(database, f"batch_req_{ids[0]:x}", tenant="other")
 
 
 def test_keys_of_idempotency_are_each_tenants_own(shared_gateway: RunningGateway, shared_worker: WorkerProcess) -> None:
