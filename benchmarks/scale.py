@@ -164,7 +164,7 @@ def cancel(options: argparse.Namespace) -> dict[str, Any]:
             scale.command("cancel", batch.public_id)
             returned_s = time.perf_counter() - started
             scale.wait_until(lambda: scale.running(batch) == 0)
-            stopped_s = time.perf_counter() - started
+            stopped_s, stopped_at = time.perf_counter() - started, scale.database.now()
             scale.wait(batch, lambda row: row.is_final)
             found = {
                 "database": scale.kind,
@@ -172,6 +172,8 @@ def cancel(options: argparse.Namespace) -> dict[str, Any]:
                 "command_s": round(returned_s, 2),
                 "last_start_s": round(max(0.0, scale.last_start(batch) - asked_at), 2),
                 "nothing_runs_s": round(stopped_s, 2),
+                # The command's own start-up, which a busy machine draws out, left aside.
+                "nothing_runs_after_its_commit_s": round(stopped_at - (scale.read(batch).cancelling_at or 0.0), 2),
                 "ended_s": round(time.perf_counter() - started, 1),
             }
     show(f"cancel a job of {options.lines:,} lines, {ROWS} generations running", found)
@@ -199,7 +201,7 @@ def steer(scale: Scale, batch: BatchRow) -> dict[str, float]:
     paused_s = scale.database.now() - asked_at
     scale.wait_until(lambda: scale.running(batch) == 0)
     time.sleep(2.0)  # had anything more begun, it would have by now
-    last_start_s = max(0.0, scale.last_start(batch) - asked_at)
+    last_start_s = max(0.0, scale.last_start(batch) - (scale.read(batch).paused_at or 0.0))
     scale.command("resume", batch.public_id)
     path = write_prompts(scale.home / "small.jsonl", 100, "What is the cube of")
     small = scale.submit(path, priority=-1)
@@ -210,7 +212,7 @@ def steer(scale: Scale, batch: BatchRow) -> dict[str, float]:
     small = scale.wait(small, lambda row: row.remaining_requests == 0)
     return {
         "pause_command_s": round(paused_s, 2),
-        "last_start_after_pause_s": round(last_start_s, 2),
+        "last_start_after_pauses_commit_s": round(last_start_s, 2),
         "priority_command_s": round(set_s, 2),
         "all_100_answered_after_priority_s": round(scale.database.now() - asked_at, 2),
     }
@@ -368,7 +370,8 @@ class Scale(PathBench):
     def last_start(self, batch: BatchRow) -> float:
         """When the last of its requests was claimed; all of them have ended."""
         last = text(
-            "SELECT max(claimed_at) FROM (SELECT claimed_at, request_id FROM attempts ORDER BY id DESC LIMIT 10000) a "
+            "SELECT max(a.claimed_at) FROM "
+            "(SELECT claimed_at, request_id FROM attempts ORDER BY id DESC LIMIT 10000) a "
             "JOIN requests r ON r.id = a.request_id WHERE r.batch_id = :batch"
         )
         with self.database.read() as connection:

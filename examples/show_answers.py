@@ -1,4 +1,4 @@
-"""Print the answers beside their questions, and count those that hold the expected word.
+"""Print the answers beside their questions, and count those that hold the expected word: `+` marks them, `-` the others.
 
 Usage: python show_answers.py questions.csv answers.results.jsonl
 """
@@ -15,6 +15,7 @@ def main(questions: Path, answers: Path) -> None:
     with answers.open(encoding="utf-8") as file:
         results = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, file)}
     right = 0
+    print("+ holds the expected words, - does not\n")
     for row in rows:
         result = results.get(row["id"])
         if result is None:

@@ -39,7 +39,10 @@ class GuardedTransport(Transport):  # type: ignore[misc]
 
 
 class GuardedConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
-    """Rejects what it cannot take apart."""
+    """Rejects what it cannot take apart, and what is no task of ours.
+
+    Celery itself would log such messages whole; what was sent to the wrong queue may hold prompts and keys.
+    """
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], None]:
         handle = super().create_task_handler(*args, **kwargs)
@@ -56,3 +59,19 @@ class GuardedConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
                 message.reject_log_error(get_logger(__name__), self.connection_errors)
 
         return guarded
+
+    def on_unknown_message(self, _body: Any, message: Any) -> None:
+        self._reject(message, "unknown_message")
+
+    def on_unknown_task(self, _body: Any, message: Any, _error: Exception) -> None:
+        self._reject(message, "unknown_task")
+
+    def on_invalid_task(self, _body: Any, message: Any, _error: Exception) -> None:
+        self._reject(message, "invalid_task")
+
+    def on_decode_error(self, message: Any, _error: Exception) -> None:
+        self._reject(message, "undecodable")
+
+    def _reject(self, message: Any, reason: str) -> None:
+        log.error("message_rejected", reason=reason, delivery_tag=str(getattr(message, "delivery_tag", None)))
+        message.reject_log_error(get_logger(__name__), self.connection_errors)

@@ -31,7 +31,7 @@ SHORT_ID = len("batch_") + 8
 FACT_WIDTH = 18
 MATES_SHOWN = 20
 # The first runs until the claim, the other two from it.
-LATENCIES = {"queue_s": "queue", "time_to_first_token_s": "first token", "total_s": "in the worker"}
+LATENCIES = {"queue_s": "queue", "time_to_first_token_s": "first token", "total_s": "in worker"}
 SERVED = {
     ServedFrom.DUPLICATE: "of them by an identical line; its tokens count once",
     ServedFrom.JOB: "of them by an earlier batch of this job; their tokens do not count",

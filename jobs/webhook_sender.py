@@ -14,6 +14,7 @@ import random
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -39,6 +40,7 @@ from storage.outbox import ClaimedDelivery, EndpointRow
 LOOK_S = 1.0
 # Tries at once, each of another endpoint.
 MOST_AT_ONCE = 16
+MOST_THREADS = 4 * MOST_AT_ONCE
 # A claim outlives the longest try by so much.
 LEASE_MARGIN_S = 30.0
 # Of an answer's status line and headers.
@@ -80,6 +82,9 @@ class WebhookSender:
         asyncio.run(self._send_forever())
 
     async def _send_forever(self) -> None:
+        # Names are resolved in threads, and a resolver that hangs holds its thread beyond the try: with so many, none
+        # of them keeps the database's work waiting.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_THREADS, "webhooks"))
         busy: dict[int, asyncio.Task[None]] = {}  # endpoint -> its try
         trouble: str | None = None
         while not self._stop.is_set():

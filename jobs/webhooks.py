@@ -32,6 +32,8 @@ LONGEST_URL = 2000
 LONGEST_NAME = 200
 MOST_ENDPOINTS = 20  # of a tenant: each batch's end writes a row for each
 FORMER_SECRET_S = 24 * 3600.0
+# The same endpoint asked for again within this time is a repeated call: SDKs repeat one whose answer was lost.
+SAME_ENDPOINT_S = 60.0
 # The pauses after the first, second, ... try that failed, in multiples of the setting `first_retry_s`: with its 5 s
 # 5 s, 30 s, 2 min, 10 min, 30 min, 1 h, 2 h, 4 h, 8 h, 8 h, about a day.
 PAUSES = (1, 6, 24, 120, 360, 720, 1440, 2880, 5760, 5760)
@@ -215,7 +217,7 @@ def add_endpoint(
     events: Collection[str] = EVENTS,
     allowed: Sequence[Network] = (),
 ) -> EndpointRow:
-    """Register a receiver. Raises InvalidRequest, AddressRefused."""
+    """Register a receiver. The same again within a minute gives the same. Raises InvalidRequest, AddressRefused."""
     target = parse_target(url, allowed)
     new = NewEndpoint(
         public_id=f"we_{uuid.uuid4().hex[:24]}",
@@ -226,17 +228,23 @@ def add_endpoint(
         events=join_events(events),
     )
 
-    def write(connection: Connection) -> None:
+    def write(connection: Connection) -> str:
         transitions.lock_tenant(connection, tenant)
-        if len(outbox.list_endpoints(connection, tenant)) >= MOST_ENDPOINTS:
+        now = database.now()
+        there = outbox.list_endpoints(connection, tenant)
+        for each in there:
+            is_same = (each.url, each.name, each.events) == (new.url, new.name, new.events)
+            if is_same and each.updated_at == each.created_at > now - SAME_ENDPOINT_S:
+                return each.public_id
+        if len(there) >= MOST_ENDPOINTS:
             raise InvalidRequest(
                 f"tenant {tenant} has {MOST_ENDPOINTS} webhook endpoints, which is the bound; remove one",
                 code="too_many_webhook_endpoints",
             )
-        outbox.add_endpoint(connection, new, database.now())
+        outbox.add_endpoint(connection, new, now)
+        return new.public_id
 
-    database.retry(write)
-    return find_endpoint(database, new.public_id, tenant=tenant)
+    return find_endpoint(database, database.retry(write), tenant=tenant)
 
 
 def change_endpoint(

@@ -2,7 +2,8 @@
 
 `purge_text` empties prompts and answers of ended batches and keeps every row: who asked when, which attempts were made
 with which parameters, token counts, times, errors. `purge_rows` removes the rows of requests, results and attempts too;
-the batch with its counters stays, unless it was a single request that somebody waited for. Both drop the batch's files; the caller unlinks what they name.
+the batch with its counters stays, unless it was a single request that somebody waited for. Both drop the batch's
+files; the caller unlinks what they name.
 """
 
 from __future__ import annotations

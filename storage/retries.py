@@ -3,7 +3,7 @@
 A request that failed in a way another try may cure comes back after a pause that doubles, until the attempt limit.
 
 When a worker dies, any of the requests in its hands may have killed it, or none: memory was short, the power went, a
-hand was impatient. So after its first death a request comes back like any other. One that was there at a second death
+hand was impatient. So after its first death a request comes back like any other. One that was there at a second crash
 is under suspicion: it comes back in a group an eighth as large as the company it was in, alone on its worker, so that
 a killer is in ever smaller company until it stands alone. Only deaths alone are evidence: a request whose worker died
 that often while it ran nothing else is a poison prompt. Its neighbours, and requests that were met by chance, are not:
@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# At so many deaths a request was there by chance, most likely: kills by the clock or by hand meet few twice.
-UNSUSPICIOUS_DEATHS = 1
 # Suspects come back in groups this much smaller: a killer among 128 stands alone after the fourth death.
 GROUP_DIVISOR = 8
 
 
-# How much a death alone says, in halves: a crash of the process all, an end from outside half.
+# How much a death says, in halves: a crash of the process all, an end from outside half.
 CRASH_WEIGHT = 2
 OUTSIDE_WEIGHT = 1
+# Below this a request was there by chance, most likely: it takes two crashes, or three ends from outside.
+SUSPICIOUS_WEIGHT = 3
 # Exit codes of an end from outside: SIGKILL, and none where nobody saw the process end.
 FROM_OUTSIDE = (-9, None)
 
@@ -67,10 +67,9 @@ class Sentence:
 def judge(deaths: Sequence[Death], isolation: int | None, *, limits: RetryLimits) -> Sentence:
     """Decide over a request by the deaths it was there for, the latest last. isolation: the group it ran in."""
     alone = [death for death in deaths if death.batch_mates == 0]
-    evidence = sum(OUTSIDE_WEIGHT if death.exit_code in FROM_OUTSIDE else CRASH_WEIGHT for death in alone)
-    if evidence >= CRASH_WEIGHT * limits.max_attempts:
+    if sum(map(_weight, alone)) >= CRASH_WEIGHT * limits.max_attempts:
         return Sentence(is_poison=True)
-    if len(deaths) <= UNSUSPICIOUS_DEATHS:
+    if sum(map(_weight, deaths)) < SUSPICIOUS_WEIGHT:
         return Sentence(is_poison=False)
     mates = deaths[-1].batch_mates
     group = isolation if mates is None else -(-(mates + 1) // GROUP_DIVISOR)
@@ -79,3 +78,7 @@ def judge(deaths: Sequence[Death], isolation: int | None, *, limits: RetryLimits
     # Groups come back at once. One that stands alone comes back ever later, so that whatever kills workers by the clock
     # meets others in between.
     return Sentence(is_poison=False, isolation=group, pause_s=limits.pause_s(len(alone)) if alone else 0.0)
+
+
+def _weight(death: Death) -> int:
+    return OUTSIDE_WEIGHT if death.exit_code in FROM_OUTSIDE else CRASH_WEIGHT

@@ -4,10 +4,11 @@ Everything goes out from one thread, never the engine's: that one only hands ove
 than a courtesy; the answer is in the database, and a caller who hears nothing looks there. So nothing here is tried for
 ever and nothing fails because of it.
 
-A message is JSON on the caller's channel (`reply_to`): `[{"request": id, "attempt": n, "text": [[choice, at, text], ...],
-"ended": bool}, ...]`. `at` counts the characters of that choice's text before this piece, so that a listener who missed
-some, or hears a second attempt, knows. Text is told only once no later token can take it back: whole characters, and
-nothing that may be the beginning of a stop text. The end of a text is not told: it is in the answer.
+A message is JSON on the caller's channel (`reply_to`), a list of
+`{"request": id, "attempt": n, "text": [[choice, at, text], ...], "ended": bool}`. `at` counts the characters of that
+choice's text before this piece, so that a listener who missed some, or hears a second attempt, knows. Text is told only
+once no later token can take it back: whole characters, and nothing that may be the beginning of a stop text. The end of
+a text is not told: it is in the answer.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from jobs import interactive, protocol
 from jobs.gateway.bodies import WHOLE
@@ -208,9 +208,7 @@ async def _complete(
             media_type="application/json",
             headers={"x-should-retry": "false"},
         )
-    return StreamingResponse(
-        call.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
+    return _Stream(call)
 
 
 async def _begin(endpoint: Endpoint, body: Body, calls: Calls, caller: Caller, idempotency_key: str | None) -> _Call:
@@ -291,6 +289,7 @@ class _Call:
     replies: Replies
     until: float
     is_kept: bool
+    is_over: bool = False
 
     def end(self) -> None:
         self.replies.end(self.wait)
@@ -344,17 +343,17 @@ class _Call:
             await self.wait.news(STATUS_WAIT_S)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The answer as events. Closed early, it gives the request up."""
-        is_over = False
-        try:
-            async for piece in self._events():
-                yield piece
-            is_over = True
-        finally:
-            if is_over:
-                self.end()
-            else:
-                self.abandon()
+        """The answer as events. Follow with `close`."""
+        async for piece in self._events():
+            yield piece
+        self.is_over = True
+
+    def close(self) -> None:
+        """The stream has ended; before its time, it gives the request up."""
+        if self.is_over:
+            self.end()
+        else:
+            self.abandon()
 
     async def _events(self) -> AsyncIterator[bytes]:
         choices = range(self.body.n or 1)
@@ -416,6 +415,21 @@ class _Call:
         if chunks.with_usage:
             pieces.append(chunks.usage(answer["usage"]))
         return [*pieces, DONE]
+
+
+class _Stream(StreamingResponse):
+    """A call's events. However the stream ends, begun or not, so does the wait."""
+
+    def __init__(self, call: _Call) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(call.stream(), media_type="text/event-stream", headers=headers)
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.close()
 
 
 class _CallerGone(Exception):

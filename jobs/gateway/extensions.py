@@ -161,7 +161,8 @@ def get_table(
     )
 
 
-@router.get("/requests/{request_id}", summary="All that is known of one line", response_model=RequestRecord)
+# A custom_id may have slashes.
+@router.get("/requests/{request_id:path}", summary="All that is known of one line", response_model=RequestRecord)
 def get_request(
     request_id: str,
     gateway: TheGateway,

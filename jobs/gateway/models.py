@@ -1,4 +1,4 @@
-"""`/v1/models`: models that have workers, and models whose artifact lies in the home."""
+"""`/v1/models`: models that have workers or lately had, and models whose artifact lies in the home."""
 
 from __future__ import annotations
 

@@ -220,6 +220,9 @@ class Replies:
             except StorageError as error:
                 log.warning("answers_not_read", code=error.code, reason=error.message)
                 continue
+            except Exception as error:  # this loop is what a lost message is made good by: it must not end
+                log.error("answers_not_read", exc_info=error)
+                continue
             for result in results:
                 for wait in self._waits.get(result.request_id, ()):
                     wait.answer(result)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -24,8 +24,10 @@ from tests.conformance.losing_proxy import LosingProxy
 from tests.conftest import wait_until
 from tests.drills.served import ServedMill
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+# With the start of all processes, which the first test pays for.
+pytestmark = pytest.mark.timeout(600)
+
+COMPLETIONS: Final = "/v1/completions"
 PATIENCE_S = 240.0
 FINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -47,6 +49,7 @@ def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
 # --- objects -------------------------------------------------------------------------------------------------------
 
 INSTANT, TEXT, COUNT, OBJECT, LIST, NULL = "instant", "text", "count", "object", "list", "null"
+JSON_KINDS: Sequence[tuple[type, str]] = ((str, TEXT), (dict, OBJECT), (list, LIST))
 # Every field of OpenAI's batch object, and what each may be.
 BATCH_FIELDS: Mapping[str, tuple[str, ...]] = {
     "id": (TEXT,),
@@ -103,7 +106,7 @@ def kind_of(value: Any) -> set[str]:
         return set()
     if isinstance(value, int):
         return {COUNT, *([INSTANT] if 1_000_000_000 < value < 10_000_000_000 else [])}
-    return {{str: TEXT, dict: OBJECT, list: LIST}.get(type(value), type(value).__name__)}
+    return {next((kind for type_, kind in JSON_KINDS if isinstance(value, type_)), type(value).__name__)}
 
 
 def check_fields(found: Mapping[str, Any], wanted: Mapping[str, tuple[str, ...]]) -> None:

@@ -18,6 +18,9 @@ from tests.conformance.conftest import MODEL, served_client
 from tests.conftest import wait_until
 from tests.drills.served import ServedMill
 
+# With the start of all processes, should this be the first test.
+pytestmark = pytest.mark.timeout(600)
+
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 # Real ids are tried more often than made-up ones, which all end as 404.
 CONFIG = """
@@ -114,7 +117,7 @@ def test_the_gateway_answers_as_its_openapi_document_says(live: ServedMill, conf
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_the_gateway_answers_as_its_openapi_document_says_for_long(live: ServedMill, config: Path) -> None:
     """Calls that follow each other, too: what one answers is what the next one asks for."""
     phases = "examples,coverage,fuzzing,stateful"

@@ -131,7 +131,7 @@ def test_a_supervisor_dies_at_a_commit(make_mill: MakeMill, record: Record, data
             (lambda: kill_worker_of(supervisor), "the stranger's leases' end", lambda: not held_by(mill, stranger.pid)),
             (mill.wipe, "another worker at work", mill.busy_workers),
         ):
-            wait_unless_ended(mill, supervisor, lambda holds=holds: holds() or (mill.keep_busy(200) and None), what)
+            wait_unless_ended(mill, supervisor, lambda holds=holds: holds() or mill.keep_busy(200), what)
             provoke()
         wait_unless_ended(mill, supervisor, mill.is_done, "the end of all batches")
         stranger.kill()

@@ -364,6 +364,7 @@ def test_bulk_and_chat_while_gateway_workers_and_queue_are_killed(
     assert min(ledger.answered[kind] for kind in ("whole", "streamed", "lines")) > 0
 
 
+@pytest.mark.timeout(600)
 def test_bulk_and_chat_survive_a_killed_gateway(make_mill: MakeMill, record: Record) -> None:
     """One fault of each kind; `make drill` goes on for minutes."""
     mill = make_mill("sqlite", "embedded", faults=[SOON], settings={"ENGINE_NULL_TOKEN_S": "0.005"}, seed=51)

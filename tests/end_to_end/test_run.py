@@ -68,14 +68,14 @@ def test_the_reference_stories_come_back_word_for_word(home: Home) -> None:
     done = home.run_job(path, "--endpoint", "/v1/completions")
     assert done.returncode == 0, done.stderr
     # A completion goes on from its prompt, so it keeps the space it begins with; the reference left that out.
-    got = {name: text.removeprefix(" ") for name, text in answers(home.work / "known.results.jsonl").items()}
+    got = {name: text.removeprefix(" ") for name, text in answers(home.work / "known.jsonl.results.jsonl").items()}
     assert got == {f"g{n}": each["completion"] for n, each in enumerate(known)}
     assert "12 answered" in done.stderr
     assert "latency, first token" in done.stderr
     logged = [line["event"] for line in read_lines(home.path / "logs" / "worker.log")]
     assert "worker_ready" in logged
     assert logged.count("attempt_completed") == 12
-    assert not (home.work / "known.errors.jsonl").exists()
+    assert not (home.work / "known.jsonl.results.errors.jsonl").exists()
     assert home.descendants() == []
     assert home.queue_server_pids() == []
 
@@ -124,11 +124,11 @@ def test_standard_input_to_standard_output(home: Home) -> None:
 def test_the_same_command_again_computes_nothing(home: Home) -> None:
     path = home.write_lines("in.jsonl", story_lines(5, 5))
     first = home.run_job(path)
-    before = (home.work / "in.results.jsonl").read_text()
+    before = (home.work / "in.jsonl.results.jsonl").read_text()
     again = home.run_job(path)
     assert (first.returncode, again.returncode) == (0, 0)
     assert "nothing was computed again" in again.stderr
-    assert (home.work / "in.results.jsonl").read_text() == before
+    assert (home.work / "in.jsonl.results.jsonl").read_text() == before
     assert_everything_once(home, 5)
 
 
@@ -143,12 +143,12 @@ def test_interrupted_it_stops_cleanly_and_goes_on_where_it_stood(home: Home, sig
     assert "run the same command again" in err
     assert home.descendants() == []
     assert home.queue_server_pids() == []
-    partial = answers(home.work / "in.results.jsonl")
+    partial = answers(home.work / "in.jsonl.results.jsonl")
     assert 60 <= len(partial) < 600
     done = home.run_job(path)
     assert done.returncode == 0, done.stderr
     assert "nothing was computed" not in done.stderr
-    complete = answers(home.work / "in.results.jsonl")
+    complete = answers(home.work / "in.jsonl.results.jsonl")
     assert len(complete) == 600
     assert complete | partial == complete
     assert_everything_once(home, 600)
@@ -209,8 +209,8 @@ def test_two_runs_share_one_home(home: Home) -> None:
     for process in (first, second):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-    assert len(answers(home.work / "a.results.jsonl")) == 100
-    assert len(answers(home.work / "b.results.jsonl")) == 101
+    assert len(answers(home.work / "a.jsonl.results.jsonl")) == 100
+    assert len(answers(home.work / "b.jsonl.results.jsonl")) == 101
     assert home.queue_server_pids() == []
 
 

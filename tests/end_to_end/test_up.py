@@ -268,7 +268,7 @@ def test_a_run_uses_the_workers_that_are_there(up: Home) -> None:
     process = up.start_job(up.write_lines("run.jsonl", story_lines(40, 50)))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert len(answers(up.work / "run.results.jsonl")) == 40
+    assert len(answers(up.work / "run.jsonl.results.jsonl")) == 40
     assert up.worker_pids() == before
 
 

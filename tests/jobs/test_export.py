@@ -101,8 +101,8 @@ INPUTS: dict[str, tuple[str, str]] = {
 def test_a_batchs_own_input_is_never_taken_for_another(
     sqlite_database: Database, tmp_path: Path, name: str, format_: str
 ) -> None:
-    """Whatever lines have for ids (empty, missing, numbers, twice, unusable): the file that was submitted is the batch's
-    own, and each of its lines is a row."""
+    """Whatever lines have for ids (empty, missing, numbers, twice, unusable): the file that was submitted is that of
+    the batch, and each of its lines is a row."""
     path = tmp_path / name
     path.write_text("".join(INPUTS[name]))
     with open_source(path, tmp_path) as source:

@@ -297,6 +297,8 @@ class TestBadLines:
                 "broken JSON: EOF while parsing a value at column 19; write one JSON object on one line",
             ),
             (b'"just text"', "invalid_json_line", 'the line is "just text"; write one JSON object on it'),
+            (b'{"prompt": "a", "messages": []}', "invalid_value",
+             "the line has both prompt and messages; write either, not both"),
             (b'{"prompt": "\xff"}', "invalid_encoding",
              "byte 13 (0xff) is not UTF-8; save the file as UTF-8 (is it Latin-1 or Windows-1252?)"),
             (
@@ -418,6 +420,33 @@ class TestBadLines:
             ),
             (3, "nul_character", "in.txt line 3: prompt has a NUL character at position 1; remove it"),
         ]
+
+
+class TestIdsOfRefusedLines:
+    """Whoever reads the error file looks for lines by their ids: a refused line has the one it would have had."""
+
+    @pytest.mark.parametrize(
+        ("name", "data", "ids"),
+        [
+            ("in.txt", b"one\n \xff\na\0b\n", ["line-1", "line-2", "line-3"]),
+            ("in.csv", b"id,prompt\n,\n1\n,x,y\nb,\n,fine\n" + b"x" * 600 + b",long\n",
+             ["line-2", "line-3", "line-4", "b", "line-6", "line-7"]),
+            ("in.jsonl", b'{"prompt":""}\n{"prompt":"x","top":1}\n{"custom_id":"c","prompt":1}\n{broken\n7\n{}\n'
+             b'{"prompt":"x","custom_id":3}\n',
+             ["line-1", "line-2", "c", "line-4", "line-5", "line-6", "line-7"]),
+            ("in.jsonl", b'{"body":{}}\n{"custom_id":"a","url":"/v1/x"}\n{"custom_id":"","method":"POST"}\n',
+             [None, "a", None]),
+        ],
+    )  # fmt: skip
+    def test_a_refused_line_has_the_id_of_an_accepted_one(
+        self, write: Write, name: str, data: bytes, ids: list[str | None]
+    ) -> None:
+        assert [item.custom_id for item in read(write(name, data))] == ids
+
+    def test_in_a_file_of_batch_lines_no_id_is_made_up(self, write: Write) -> None:
+        """The gateway's callers name every line themselves."""
+        items = read(write("in.jsonl", b'{broken\n{"prompt":"x"}\n\xff\n'), only_batch_lines=True)
+        assert [item.custom_id for item in items] == [None, None, None]
 
 
 class TestBadTables:

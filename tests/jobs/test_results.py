@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
+from jobs import steering
+from jobs.audit import audit_request
 from jobs.inputs import InputOptions
-from jobs.results import OutputError, check_output, errors_path, summarise, write_results
+from jobs.protocol import dump_json
+from jobs.report import attempt_facts, batches_table, summary_table
+from jobs.results import FormerResults, OutputError, check_output, errors_path, summarise, write_results
 from jobs.source import open_source
 from jobs.submit import submit
 from storage import queries, transitions
 from storage.database import Database
-from storage.models import RequestStatus
+from storage.models import RequestStatus, ServedFrom
+from storage.queries import BatchRow
 from storage.transitions import AttemptRecord, RequestOutcome
 
 
@@ -247,5 +255,133 @@ def test_a_summary_has_the_numbers_of_the_closing_table(database: Database, tmp_
     latencies = summary.latencies["time_to_first_token_s"]
     assert (latencies.count, latencies.p50, latencies.p90, latencies.p99) == (10, 6.0, 10.0, 11.0)
     assert summary.latencies["queue_s"].p50 == 0.5
+    assert (summary.endings, summary.open_requests, summary.served) == ([], 0, {})
     assert summary.run_s >= 0
     assert summary.requests_per_s >= 0
+
+
+def shown(table: Table) -> list[list[str]]:
+    """A table's lines as words of its cells, columns apart."""
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return [re.split(r"\s{2,}|│", line.strip("│ ")) for line in capture.get().splitlines()]
+
+
+def submitted(database: Database, folder: Path, name: str, text: str, **options: object) -> BatchRow:
+    path = folder / name
+    path.write_text(text)
+    with open_source(path, folder) as source:
+        return submit(database, source, InputOptions(model="smol", **options)).batch  # type: ignore[arg-type]
+
+
+def test_lines_that_will_never_run_are_not_called_unfinished_and_counted_once(
+    database: Database, tmp_path: Path
+) -> None:
+    """Of a cancelled batch every line is answered, failed or cancelled, and `list` says the same as `show`."""
+    batch = submitted(database, tmp_path, "in.jsonl", '{"prompt":"a"}\n{"prompt":"b"}\n{broken\n')
+    summary = summarise(database, batch.id)
+    assert summary.open_requests == 2
+    assert ["", "2", "not finished"] in [[cell.strip() for cell in row] for row in shown(summary_table(summary))]
+    cancelled = steering.cancel(database, batch, tmp_path)
+    summary = summarise(database, batch.id)
+    assert (summary.open_requests, [(each.code, each.count) for each in summary.endings]) == (
+        0,
+        [("batch_cancelled", 2)],
+    )
+    assert [(each.code, each.count) for each in summary.failures] == [("invalid_json_line", 1)]
+    rows = [[cell.strip() for cell in row] for row in shown(summary_table(summary))]
+    assert ["cancelled", "2", "without an answer, first on line 1"] in rows
+    assert not any("not finished" in row for row in rows)
+    heads, listed = (" ".join(row).split() for row in shown(batches_table([cancelled], database.now())))
+    assert heads[4:9] == ["done", "of", "failed", "not", "run"]
+    assert listed[2:7] == ["cancelled", "1", "3", "1", "2"]
+
+
+def test_time_in_which_nothing_of_a_batch_ran_does_not_lower_its_throughput(database: Database, tmp_path: Path) -> None:
+    """A line that is retried on the next day must not make a batch of a minute one of a day."""
+    batch_id = finished_batch(database, tmp_path, lines=3, failing=(2,))
+    with database.write() as connection:
+        # Claimed at 100 and 101, both until 110; the retry came a day later and took 5 s.
+        for line, (claimed, finished) in {1: (100.0, 110.0), 2: (101.0, 109.0), 3: (86500.0, 86505.0)}.items():
+            connection.exec_driver_sql(
+                f"UPDATE attempts SET claimed_at = {claimed}, finished_at = {finished} WHERE request_id = "
+                f"(SELECT id FROM requests WHERE batch_id = {batch_id} AND line = {line})"
+            )
+    assert summarise(database, batch_id).run_s == 15.0
+
+
+@pytest.mark.parametrize("of_another", [True, False])
+def test_a_file_of_something_else_is_replaced_by_answers_only_and_named(
+    sqlite_database: Database, tmp_path: Path, of_another: bool
+) -> None:
+    """Results that took hours must not be gone because a batch of refused lines came to the same file."""
+    output = tmp_path / "out.jsonl"
+    former: FormerResults | None = None
+    if of_another:
+        (tmp_path / "first").mkdir()
+        first = finished_batch(sqlite_database, tmp_path / "first", failing=())
+        assert write_results(sqlite_database, first, output).former is None
+        assert write_results(sqlite_database, first, output).former is None  # its own, again
+        with sqlite_database.read() as connection:
+            row = queries.find_batch_by_id(connection, first)
+        assert row is not None
+        former = FormerResults(output, row.public_id)
+    else:
+        output.write_text('{"id":"batch_req_1","custom_id":"of another home","response":null}\n')
+        former = FormerResults(output, None)
+    before = output.read_text()
+    refused = submitted(sqlite_database, tmp_path, "refused.jsonl", "{broken\n")
+    written = write_results(sqlite_database, refused.id, output)
+    assert (written.former, written.is_kept, written.output, written.error_lines) == (former, True, None, 1)
+    assert output.read_text() == before
+    answered = finished_batch(sqlite_database, tmp_path, 5, failing=())
+    written = write_results(sqlite_database, answered, output)
+    assert (written.former, written.is_kept, written.output, written.output_lines) == (former, False, output, 5)
+
+
+def test_each_line_has_a_body_with_an_id_of_its_own_also_where_another_had_the_answer(
+    database: Database, tmp_path: Path
+) -> None:
+    """OpenAI's ids are unique: whoever collects answers by them must not lose the twins."""
+    text = "".join(json.dumps({"prompt": "the same", "temperature": 0}) + "\n" for _ in range(3))
+    batch = submitted(database, tmp_path, "in.jsonl", text)
+    with database.write() as connection:
+        (leader,) = [request.id for request in queries.next_pending(connection, batch.id, 10)]
+        transitions.queue_requests(connection, [leader], database.now())
+        (claimed,) = transitions.claim_requests(connection, [leader], worker="w", lease_s=60, now=database.now())
+        record = AttemptRecord(
+            artifact_digest="d" * 64, parameters='{"seed":7}', finish_reason="stop", completion_tokens=4
+        )
+        answer = f'{{"id":"chatcmpl-{leader:x}","choices":[],"note":"{{\\"id\\":\\"chatcmpl-x\\""}}'
+        transitions.record_outcomes(
+            connection,
+            [RequestOutcome(leader, batch.id, claimed.attempt, RequestStatus.COMPLETED, 200, answer, record=record)],
+            worker="w",
+            now=database.now(),
+        )
+    write_results(database, batch.id, tmp_path / "out.jsonl")
+    bodies = [line["response"]["body"] for line in read_lines(tmp_path / "out.jsonl")]  # type: ignore[index]
+    ids = [line["id"].removeprefix("batch_req_") for line in read_lines(tmp_path / "out.jsonl")]  # type: ignore[attr-defined]
+    assert [body["id"] for body in bodies] == [f"chatcmpl-{each}" for each in ids]
+    assert len(set(ids)) == 3
+    assert {body["note"] for body in bodies} == {'{"id":"chatcmpl-x"'}
+    summary = summarise(database, batch.id)
+    assert (summary.served, summary.batch.completion_tokens) == ({ServedFrom.DUPLICATE: 2}, 4)
+    rows = [[cell.strip() for cell in row] for row in shown(summary_table(summary))]
+    assert ["", "2", "of them by an identical line; its tokens count once"] in rows
+    # The audit of a twin: what its answer was computed with, and by which name to ask for that request.
+    twin = audit_request(database, f"batch_req_{ids[1]}")
+    assert twin.attempts[-1].values["artifact_digest"] == "d" * 64
+    assert twin.attempts[-1].values["parameters"] == '{"seed":7}'
+    printed = attempt_facts(twin.attempts[-1])
+    assert f"served from       duplicate, batch_req_{leader:x}" in printed
+    assert audit_request(database, f"batch_req_{leader:x}").record.line == 1
+
+
+def test_error_bodies_are_spelled_alike_whoever_refused_the_line(sqlite_database: Database, tmp_path: Path) -> None:
+    """Compact, in any script, on one line whatever a reader takes for a line's end."""
+    batch = submitted(sqlite_database, tmp_path, "in.jsonl", '{"prompt":"a","grüße\u2028":1}\n')
+    (row,) = queries.results_in_order(sqlite_database, batch.id)
+    assert row.response == dump_json(json.loads(row.response or ""))
+    assert "grüße" in row.response

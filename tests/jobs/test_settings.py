@@ -47,7 +47,7 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "value 'many' is not accepted; wanted: a whole number, 0 to 4,096"),
+        ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "'many' is not accepted; wanted: a whole number, 0 to 4,096"),
         ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "-1", "value '-1' is not accepted; wanted: a whole number, 0 to 4,096"),
         ("PROMPTMILL_ENGINE_SHARED_PREFIX_TOKENS", "512,long", "wanted: lengths in tokens with commas between"),
         ("PROMPTMILL_ENGINE_PREFIX_REUSE", "perhaps", "value 'perhaps' is not accepted; wanted: true or false"),

@@ -109,7 +109,7 @@ def test_time_left_goes_by_tokens(database: Database) -> None:
 
 
 def test_no_time_left_is_told_before_enough_has_been_seen(database: Database) -> None:
-    """One group of short answers at the start says little of the rest: the time left would jump between wild guesses."""
+    """One group of short answers at the start says little of the rest: the time left would jump between guesses."""
     batch = replace(make_batch(database, "batch_1"), total_requests=1000)
     rates = steering.Rates()
     for now, done in ((100.0, 0), (101.0, 64), (109.0, 128)):  # many, in a short time

@@ -473,12 +473,22 @@ def test_an_endpoint_has_a_known_event_and_a_tenant_has_a_bounded_number(sqlite_
     for events in ([], ["batch.done"], ["response.completed"]):
         with pytest.raises(InvalidRequest):
             add_endpoint(sqlite_database, tenant="acme", url="https://a.example/", events=events)
-    for _ in range(webhooks.MOST_ENDPOINTS):
-        add_endpoint(sqlite_database, tenant="acme", url="https://a.example/")
+    for n in range(webhooks.MOST_ENDPOINTS):
+        add_endpoint(sqlite_database, tenant="acme", url=f"https://a.example/{n}")
     with pytest.raises(InvalidRequest) as refused:
         add_endpoint(sqlite_database, tenant="acme", url="https://a.example/")
     assert refused.value.code == "too_many_webhook_endpoints"
     assert add_endpoint(sqlite_database, tenant="other", url="https://a.example/").events == ",".join(EVENTS)
+
+
+def test_the_same_endpoint_asked_for_again_at_once_is_the_same(sqlite_database: Database) -> None:
+    """SDKs repeat a call whose answer was lost: two endpoints would hear of each batch twice."""
+    first = add_endpoint(sqlite_database, tenant="acme", url="https://a.example/")
+    assert add_endpoint(sqlite_database, tenant="acme", url="https://a.example/") == first
+    assert add_endpoint(sqlite_database, tenant="other", url="https://a.example/").id != first.id
+    assert add_endpoint(sqlite_database, tenant="acme", url="https://a.example/", name="b").id != first.id
+    webhooks.rotate_secret(sqlite_database, first, keep_former=False)
+    assert add_endpoint(sqlite_database, tenant="acme", url="https://a.example/").id != first.id
 
 
 def test_purging_a_batchs_rows_removes_the_record_of_its_events(sqlite_database: Database) -> None:

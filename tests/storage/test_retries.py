@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jobs.dispatch import Fleet, plan_chunks
 from storage.queries import PendingRequest
-from storage.retries import GROUP_DIVISOR, UNSUSPICIOUS_DEATHS, Death, RetryLimits, judge
+from storage.retries import GROUP_DIVISOR, Death, RetryLimits, judge
 
 LIMITS = RetryLimits(max_attempts=3)
 CHUNK_SIZE = 32
@@ -58,8 +58,8 @@ class Play:
 
 
 def deaths_of_a_killer(in_hand: int) -> int:
-    """At most so many workers die of one killer: those before suspicion, one for each size of group, those alone."""
-    deaths, company = UNSUSPICIOUS_DEATHS, in_hand
+    """At most so many workers crash over one killer: one before suspicion, one for each size of group, those alone."""
+    deaths, company = 1, in_hand
     while company > 1:
         deaths += 1
         company = -(-company // GROUP_DIVISOR)

@@ -205,9 +205,9 @@ def test_a_failure_that_may_pass_is_tried_after_growing_pauses_and_then_given_up
 
 
 def test_suspicion_shrinks_the_group_until_deaths_alone_convict() -> None:
-    first = Death("w", NOW, batch_mates=127)
+    first = Death("w", NOW, batch_mates=127, exit_code=-11)
     assert judge([first], None, limits=LIMITS) == Sentence(False)  # one death is no ground for suspicion
-    second = [first, Death("w", NOW, batch_mates=120)]
+    second = [first, Death("w", NOW, batch_mates=120, exit_code=-11)]
     assert judge(second, None, limits=LIMITS) == Sentence(False, isolation=16)
     third = [*second, Death("w", NOW, batch_mates=15)]
     assert judge(third, 16, limits=LIMITS) == Sentence(False, isolation=2)
@@ -221,6 +221,8 @@ def test_an_end_from_outside_is_half_the_evidence_of_a_crash() -> None:
     """A hand, the kernel, the power: a request that was met alone by chance must not be taken for a killer soon."""
     for exit_code in (-9, None):
         killed = Death("w", NOW, batch_mates=0, exit_code=exit_code)
+        assert judge([killed] * 2, None, limits=LIMITS) == Sentence(False)
+        assert judge([killed] * 3, None, limits=LIMITS).isolation == 1
         assert not judge([killed] * 5, 1, limits=LIMITS).is_poison
         assert judge([killed] * 6, 1, limits=LIMITS).is_poison
 

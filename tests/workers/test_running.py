@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -147,8 +148,8 @@ def test_an_answer_is_kept_for_the_same_question_of_a_later_batch(
     assert engine.asked == 3
     assert served_from(database, again[0]) == [ServedFrom.CACHE.value]
     assert served_from(database, again[1]) == [None]
-    answers = [[row.response for row in queries.results_in_order(database, batch)] for batch in (first, second)]
-    assert answers[0][0] == answers[1][0]
+    answers = [json.loads(next(queries.results_in_order(database, batch)).response or "") for batch in (first, second)]
+    assert answers[0]["choices"] == answers[1]["choices"]
     with database.read() as connection:
         batch = queries.find_batch_by_id(connection, second)
         source = queries.attempts_of(connection, again[0])[0]["source_request_id"]

@@ -23,6 +23,7 @@ from jobs.audit import audit_request
 from jobs.celery_door import NoTask, parse_message
 from jobs.doors import serve_doors
 from jobs.keys import make_key
+from jobs.queue import queue_name
 from jobs.settings import Settings, environment_of
 from jobs.up import StopSignals, UpObserver
 from storage import queries
@@ -400,6 +401,32 @@ def test_malformed_messages_stop_nobody_and_are_kept_without_keys(
     said = "".join(capfd.readouterr())
     assert key not in said
     assert "secret prompt" not in said
+
+
+def test_a_task_for_the_door_that_was_sent_to_the_workers_is_dropped_and_not_logged(
+    sqlite_settings: Settings, start_worker: StartWorker
+) -> None:
+    """Celery itself would log the whole message, the key and the prompt in it."""
+    start_worker(sqlite_settings)
+    key = "pm-" + "k" * 43
+    app = Celery(broker=sqlite_settings.queue.url, set_as_current=False)
+    for serializer in ("json", "pickle"):
+        app.send_task(
+            celery_door.GENERATE,
+            kwargs=chat(key, "a secret prompt"),
+            queue=queue_name(MODEL, is_interactive=False),
+            serializer=serializer,
+            ignore_result=True,
+        )
+    app.close()
+    logs = sqlite_settings.logs_dir
+
+    def logged() -> str:
+        return "".join(path.read_text(errors="replace") for path in logs.glob("worker*"))
+
+    wait_until(lambda: logged().count("message_rejected") == 2, seconds=PATIENCE_S, what="two refusals")
+    assert key not in logged()
+    assert "secret prompt" not in logged()
 
 
 def test_a_door_waits_out_a_redis_that_was_emptied(

@@ -21,16 +21,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from celery import Celery
 
+from jobs import interactive
 from jobs.gateway.replies import Wait
+from jobs.protocol import Endpoint, parse_body
 from jobs.queue import GIVE_UP, make_app
 from jobs.queue_server import open_queue_server
 from jobs.settings import Settings
 from jobs.worker_process import WorkerProcess
 from storage import queries, transitions
 from storage.database import Database, open_database, upgrade_schema
-from storage.models import BatchStatus, RequestStatus
+from storage.models import BatchStatus, Door, RequestStatus, WorkerStatus
 from storage.queries import BatchRow
+from storage.transitions import NewWorker
 from tests.conftest import wait_until
 from tests.drills.servers import QueueServer
 from tests.jobs.gateway.conftest import (
@@ -514,3 +518,31 @@ def test_a_chat_is_answered_while_bulk_work_holds_every_thread_and_row(
         found = client.batches.retrieve(batch.id)
         assert found.request_counts is not None
         assert found.request_counts.completed == 0
+
+
+def test_a_full_line_is_a_rate_limit_to_the_sdk(
+    sqlite_settings: Settings, make_gateway: MakeGateway, app: Celery
+) -> None:
+    """A worker is there, and others wait for it already."""
+    gateway = make_gateway(changed(sqlite_settings, gateway={"max_waiting_requests": 2}))
+    with gateway.database.write() as connection:
+        now = gateway.database.now()
+        transitions.register_worker(connection, NewWorker("w1", "elsewhere", 1, MODEL), now)
+        transitions.update_worker(connection, "w1", now, status=WorkerStatus.READY)
+    body = parse_body(Endpoint.CHAT, json.dumps({"model": MODEL, "messages": messages()}))
+    for _ in range(2):
+        interactive.ask(
+            gateway.database,
+            app,
+            body,
+            endpoint=Endpoint.CHAT,
+            model=MODEL,
+            tenant="default",
+            door=Door.INBOX,
+            timeout_s=PATIENCE_S,
+        )
+    with gateway.client(max_retries=0) as client, pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model=MODEL, messages=messages())
+    assert caught.value.code == "queue_full"
+    assert int(caught.value.response.headers["retry-after"]) > 0
+    assert len(interactive_batches(gateway.database)) == 2

@@ -160,6 +160,7 @@ class TestResults:
         )
         (attempt,) = record["attempts"]
         assert attempt["worker"]
+        assert get(shared_client, f"/requests/{made.id}:b/ü 1")["line"] == 2
         with_text = get(shared_client, f"/requests/{record['id']}?text=true")
         assert with_text["body"]["prompt"] == "number one"
         assert with_text["response"]["choices"][0]["text"] == "er one"
