@@ -50,7 +50,7 @@ test: setup ## Run the tests (a few minutes on two cores)
 test-gpu: setup ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu
 
-drill: setup ## Kill everything at random times and count what is lost (about half an hour; JSON=FILE keeps the table)
+drill: setup ## Kill everything at random times and count what is lost (most of an hour; JSON=FILE keeps the table)
 	@DRILL_JSON=$(JSON) $(BIN)/python -m pytest -m drill
 
 bench: setup ## Measure the engine and the whole path beside llama.cpp (about ten minutes)

@@ -110,7 +110,7 @@ Verdict = tuple[int, str | None, InvalidRequest | None]
 class _Parsed:
     """One line's request, its prefix taken off already where it is known.
 
-    custom_id: None is made from the number, unless the line is of OpenAI's form (`is_batch_line`), which must bring one.
+    custom_id: None is made from the number, unless the line is of OpenAI's form (`is_batch_line`) and must bring one.
     """
 
     custom_id: str | None

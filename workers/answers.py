@@ -64,25 +64,23 @@ def prepare(
     Each comes with InvalidRequest where something is wrong with it, or with whatever else went wrong.
     """
     started = time.monotonic()
-    read: list[tuple[ClaimedRequest, _Prompt | Exception]] = []
-    for request in claimed:
+    prompts: list[_Prompt | None] = []
+    wrong: dict[int, Exception] = {}  # place -> what is wrong with it
+    for place, request in enumerate(claimed):
         try:
             prefix = prefixes[request.prefix_id] if request.prefix_id is not None else ""
-            read.append((request, _read(request, prefix, tokenizer, served)))
+            prompts.append(_read(request, prefix, tokenizer, served))
         except Exception as error:
-            read.append((request, error))
-    texts = [prompt for _, prompt in read if isinstance(prompt, _Prompt) and prompt.text is not None]
-    for prompt, token_ids in zip(
-        texts, tokenizer.encode_many([prompt.text or "" for prompt in texts], add_bos=False), strict=True
-    ):
-        prompt.token_ids = tokenizer.with_bos(token_ids) if prompt.wants_bos else token_ids
+            prompts.append(None)
+            wrong[place] = error
+    wrong |= _tokenize(prompts, tokenizer)
     tokenize_s = (time.monotonic() - started) / max(1, len(claimed))
-    for request, found in read:
-        if isinstance(found, Exception):
-            yield request, found
+    for place, (request, prompt) in enumerate(zip(claimed, prompts, strict=True)):
+        if prompt is None or place in wrong:
+            yield request, wrong[place]
             continue
         try:
-            yield request, _ask(request, found, served, tokenizer, claimed_at, tokenize_s)
+            yield request, _ask(request, prompt, served, tokenizer, claimed_at, tokenize_s)
         except Exception as error:
             yield request, error
 
@@ -95,6 +93,25 @@ class _Prompt:
     text: str | None
     wants_bos: bool = False
     token_ids: Sequence[int] = ()
+
+
+def _tokenize(prompts: Sequence[_Prompt | None], tokenizer: Tokenizer) -> dict[int, Exception]:
+    """Give prompts that are text their ids. Returns place -> error, where one could not be tokenized."""
+    texts = [(place, prompt) for place, prompt in enumerate(prompts) if prompt is not None and prompt.text is not None]
+    try:
+        encoded = tokenizer.encode_many([prompt.text or "" for _, prompt in texts], add_bos=False)
+    except Exception as error:
+        if len(texts) == 1:
+            return {texts[0][0]: error}
+        # One of them does it: its neighbours shall not suffer.
+        wrong: dict[int, Exception] = {}
+        for place, prompt in texts:
+            for found in _tokenize([prompt], tokenizer).values():
+                wrong[place] = found
+        return wrong
+    for (_, prompt), token_ids in zip(texts, encoded, strict=True):
+        prompt.token_ids = tokenizer.with_bos(token_ids) if prompt.wants_bos else token_ids
+    return {}
 
 
 def _read(claimed: ClaimedRequest, prefix: str, tokenizer: Tokenizer, served: Served) -> _Prompt:

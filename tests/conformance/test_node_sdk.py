@@ -15,7 +15,7 @@ from tests.conftest import missing
 from tests.drills.served import ServedMill
 
 SUITE = Path(__file__).with_name("node")
-PATIENCE_S = 280
+PATIENCE_S = 400
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def node_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_sdk_for_node_finds_what_it_expects(node_suite: Path, live: ServedMill, tenant: str) -> None:
     limited = f"{tenant}-limited"
     with live.mill.database.write() as connection:
@@ -57,4 +57,5 @@ def test_the_sdk_for_node_finds_what_it_expects(node_suite: Path, live: ServedMi
         timeout=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stdout[-10_000:]
-    assert "ℹ fail 0" in ran.stdout and "ℹ pass 0" not in ran.stdout, ran.stdout[-10_000:]
+    tests = (node_suite / "sdk.test.mjs").read_text().count('\ntest("')
+    assert f"ℹ pass {tests}\n" in ran.stdout, ran.stdout[-10_000:]

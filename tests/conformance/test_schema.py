@@ -44,6 +44,7 @@ webhooks = {{ values = {webhooks} }}
 [[operations]]
 include-path = ["/v1/chat/completions", "/v1/completions", "/api/v1/chat"]
 checks.positive_data_acceptance.enabled = false
+phases.coverage.enabled = {covers_chat}
 
 # Nor this: addresses that are not spoken to, files that are no input, ended batches that cannot be paused.
 [[operations]]
@@ -54,17 +55,12 @@ checks.positive_data_acceptance.enabled = false
 
 
 @pytest.fixture(scope="module")
-def config(live: ServedMill, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration that names objects which there are."""
-    path = tmp_path_factory.mktemp("schemathesis") / "schemathesis.toml"
+def objects(live: ServedMill) -> dict[str, list[str]]:
     with served_client(live, "fuzzed") as client:
-        path.write_text(
-            CONFIG.format(model=MODEL, **{kind: json.dumps(ids) for kind, ids in make_objects(client, live).items()})
-        )
-    return path
+        return make_objects(client)
 
 
-def make_objects(client: openai.OpenAI, live: ServedMill) -> dict[str, list[str]]:
+def make_objects(client: openai.OpenAI) -> dict[str, list[str]]:
     """Several of each kind, in different states: calls that are tried may delete them."""
     files, batches, webhooks = [], [], []
     for number in range(4):
@@ -96,9 +92,18 @@ def make_objects(client: openai.OpenAI, live: ServedMill) -> dict[str, list[str]
     return {"files": files, "batches": batches, "requests": requests, "webhooks": webhooks}
 
 
-def run_schemathesis(live: ServedMill, config: Path, *options: str, patience_s: float) -> None:
-    """Fails with what it found. Its words go to a file beside the configuration, whole."""
-    log = config.with_name("schemathesis.log")
+def run_schemathesis(
+    live: ServedMill,
+    folder: Path,
+    objects: dict[str, list[str]],
+    *options: str,
+    covers_chat: bool,
+    patience_s: float,
+) -> None:
+    """Fails with what it found. covers_chat: go through the many fields of chat calls one by one, too."""
+    config, log = folder / "schemathesis.toml", folder / "schemathesis.log"
+    ids = {kind: json.dumps(found) for kind, found in objects.items()}
+    config.write_text(CONFIG.format(model=MODEL, covers_chat=json.dumps(covers_chat), **ids))
     command = [
         *(str(PROGRAM), "--config-file", str(config), "--no-color", "run", f"{live.root}/openapi.json"),
         *("--header", f"Authorization: Bearer {live.key('fuzzed')}", "--request-timeout", "60"),
@@ -106,19 +111,24 @@ def run_schemathesis(live: ServedMill, config: Path, *options: str, patience_s: 
     ]
     with log.open("wb") as out:
         ended = subprocess.run(
-            command, cwd=config.parent, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=patience_s
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=patience_s
         )
     assert ended.returncode == 0, log.read_text(errors="replace")[-20_000:]
 
 
-def test_the_gateway_answers_as_its_openapi_document_says(live: ServedMill, config: Path) -> None:
+def test_the_gateway_answers_as_its_openapi_document_says(
+    live: ServedMill, objects: dict[str, list[str]], tmp_path: Path
+) -> None:
     """The same calls each time; `make drill` tries others, for longer."""
-    run_schemathesis(live, config, "--seed", "1", "--phases", "coverage,fuzzing", "-n", "5", patience_s=280)
+    phases = ("--seed", "1", "--phases", "coverage,fuzzing", "-n", "4")
+    run_schemathesis(live, tmp_path, objects, *phases, covers_chat=False, patience_s=500)
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
-def test_the_gateway_answers_as_its_openapi_document_says_for_long(live: ServedMill, config: Path) -> None:
+def test_the_gateway_answers_as_its_openapi_document_says_for_long(
+    live: ServedMill, objects: dict[str, list[str]], tmp_path: Path
+) -> None:
     """Calls that follow each other, too: what one answers is what the next one asks for."""
-    phases = "examples,coverage,fuzzing,stateful"
-    run_schemathesis(live, config, "--phases", phases, "-n", "100", "--max-time", "300", patience_s=800)
+    phases = ("--phases", "examples,coverage,fuzzing,stateful", "-n", "100", "--max-time", "300")
+    run_schemathesis(live, tmp_path, objects, *phases, covers_chat=True, patience_s=1000)

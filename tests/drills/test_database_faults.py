@@ -91,7 +91,7 @@ def test_the_disk_is_full(make_mill: MakeMill, record: Record, tmp_path: Path) -
     with small_disk(tmp_path / "home", megabytes=48):
         mill = make_mill("sqlite", "embedded", seed=17)
         mill.up(workers=2)
-        for _ in range(scaled(3)):
+        for _ in range(scaled(2)):
             mill.keep_busy(4000)
             mill.pick_busy_worker()
             mill.inject(lambda: fill(mill.home / "ballast"))
@@ -110,7 +110,7 @@ def test_no_file_can_grow(make_mill: MakeMill, record: Record) -> None:
     """The same where no disk can be mounted: supervisor and workers may not make any file longer."""
     mill = make_mill("sqlite", "log", seed=18)
     mill.up(workers=2)
-    for _ in range(scaled(3)):
+    for _ in range(scaled(2)):
         mill.keep_busy(4000)
         mill.pick_busy_worker()
         mill.inject(lambda: limit_files(mill, 4096))

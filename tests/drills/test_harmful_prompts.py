@@ -56,7 +56,7 @@ def test_a_zombie_writes_after_its_leases_ran_out(make_mill: MakeMill, record: R
     mill = make_mill(database, "log", settings={"WORKER_LEASE_S": "3"}, seed=23)
     mill.start("tick")
     workers = [mill.worker(), mill.worker()]
-    for _ in range(scaled(5)):
+    for _ in range(scaled(3)):
         mill.keep_busy(4000)
         victim = mill.pick_busy_worker()
         assert victim in [worker.pid for worker in workers]

@@ -61,7 +61,7 @@ def test_connections_to_the_queue_are_cut(make_mill: MakeMill, record: Record, d
     """Each cut gives what the workers have in their hands out again while they still run it; three within a second."""
     mill = make_mill(database, "log", seed=9)
     mill.up(workers=2)
-    for _ in range(scaled(15)):
+    for _ in range(scaled(10)):
         mill.keep_busy()
         mill.pick_busy_worker()
         mill.inject(lambda: cut(mill))
@@ -85,7 +85,7 @@ def test_the_queue_server_is_frozen(make_mill: MakeMill, record: Record, seconds
     """A black hole: connections stand, nothing answers."""
     mill = make_mill("sqlite", "log", seed=10)
     mill.up(workers=2)
-    for _ in range(scaled(3) if seconds < 30 else 1):
+    for _ in range(scaled(2) if seconds < 30 else 1):
         mill.keep_busy(6000)
         mill.pick_busy_worker()
         assert mill.queue is not None
@@ -104,7 +104,7 @@ def test_the_queue_server_refuses_to_write(make_mill: MakeMill, record: Record) 
     """READONLY, as after a failover to a replica."""
     mill = make_mill("sqlite", "log", seed=11)
     mill.up(workers=2)
-    for _ in range(scaled(3)):
+    for _ in range(scaled(2)):
         mill.keep_busy(4000)
         mill.pick_busy_worker()
         with mill.queue_client() as client:
@@ -122,7 +122,7 @@ def test_the_queue_server_refuses_to_write(make_mill: MakeMill, record: Record) 
 def test_the_queue_server_has_no_memory_left(make_mill: MakeMill, record: Record) -> None:
     mill = make_mill("sqlite", "log", seed=12)
     mill.up(workers=2)
-    for _ in range(scaled(3)):
+    for _ in range(scaled(2)):
         mill.keep_busy(4000)
         mill.pick_busy_worker()
         with mill.queue_client() as client:

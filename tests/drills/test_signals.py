@@ -43,7 +43,7 @@ def test_workers_told_to_stop(
 ) -> None:
     mill = make_mill(database, "log", settings={"WORKER_LEASE_S": "3", "WORKER_DRAIN_S": "1"}, seed=4)
     mill.start("tick")
-    keep_workers(mill, scaled(6), *signums)
+    keep_workers(mill, scaled(4), *signums)
     mill.wait_until_done()
     record(mill, name)
 
@@ -55,7 +55,7 @@ def test_the_supervisor_is_killed_and_started_again(make_mill: MakeMill, record:
     """Its workers drain by themselves; the next supervisor adopts the embedded queue server."""
     mill = make_mill(database, "embedded", settings={"WORKER_DRAIN_S": "1"}, seed=5)
     supervisor = mill.up(workers=2)
-    for _ in range(scaled(8)):
+    for _ in range(scaled(5)):
         mill.keep_busy()
         mill.pick_busy_worker()
         mill.inject(lambda supervisor=supervisor: mill.end(supervisor))
@@ -71,7 +71,7 @@ def test_the_supervisor_is_killed_and_started_again(make_mill: MakeMill, record:
 def test_the_supervisor_is_told_to_stop(make_mill: MakeMill, record: Record, times: int) -> None:
     """Once it drains, twice it hands back at once, thrice it kills."""
     mill = make_mill("sqlite", "embedded", settings={"WORKER_DRAIN_S": "1"}, seed=6)
-    for _ in range(scaled(4)):
+    for _ in range(scaled(2)):
         supervisor = mill.up(workers=2)
         mill.keep_busy()
         mill.pick_busy_worker()

@@ -81,6 +81,7 @@ def answered_by(home: Home, batch: str) -> Counter[str]:
         return Counter(dict(connection.execute(statement, [batch])))
 
 
+@pytest.mark.timeout(900)  # many processes, each waited for
 def test_each_gpu_has_a_worker_and_a_lost_one_takes_down_its_own_alone(mill: Home, machine: Machine) -> None:
     up = mill.start("up", "--model", mill.artifact, "--gpus", "all")
     at = wait_for_both(mill)

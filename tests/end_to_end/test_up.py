@@ -123,7 +123,8 @@ def test_followed_results_come_as_they_land_and_go_on_from_a_cursor(up: Home) ->
 
 
 def test_a_running_job_is_paused_resumed_made_urgent_and_cancelled(up: Home) -> None:
-    batch = submit(up, "steered", 600, 100)
+    lines = 5000  # more than any machine answers while these commands start up
+    batch = submit(up, "steered", lines, 100)
     assert up.run("pause", batch).returncode == 0
     assert shown(up, batch)["is_paused"]
 
@@ -140,7 +141,7 @@ def test_a_running_job_is_paused_resumed_made_urgent_and_cancelled(up: Home) -> 
     wait_for(rests, "rest after the pause")
     at_rest = shown(up, batch)["requests"]["completed"]
     time.sleep(1.0)
-    assert shown(up, batch)["requests"]["completed"] == at_rest < 600
+    assert shown(up, batch)["requests"]["completed"] == at_rest < lines
     assert up.run("resume", batch).returncode == 0
     done = up.run("set", batch, "--priority", "7", "--deadline", "2h")
     assert "priority 7" in done.stderr
@@ -148,11 +149,11 @@ def test_a_running_job_is_paused_resumed_made_urgent_and_cancelled(up: Home) -> 
     assert up.run("cancel", batch).returncode == 0
     ended = wait_for_status(up, batch, "cancelled")
     assert ended["priority"] == 7
-    assert 0 < ended["requests"]["completed"] < 600
+    assert 0 < ended["requests"]["completed"] < lines
     assert up.run("watch", batch).returncode == 1
-    lines = [json.loads(line) for line in up.run("results", batch).stdout.splitlines()]
-    assert len(lines) == 600
-    assert {line["error"]["code"] for line in lines if line["response"] is None} == {"batch_cancelled"}
+    results = [json.loads(line) for line in up.run("results", batch).stdout.splitlines()]
+    assert len(results) == lines
+    assert {line["error"]["code"] for line in results if line["response"] is None} == {"batch_cancelled"}
     refused = up.run("pause", batch)
     assert refused.returncode == 2
     assert refused.stderr.strip().splitlines() == [f"error: {batch} is cancelled: it cannot be paused"]

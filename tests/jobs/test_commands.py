@@ -140,7 +140,7 @@ NAMED = ("name", "tenant", "idempotency_key", "id_column")
 
 @pytest.mark.parametrize(
     ("path", "parameter"),
-    [pytest.param(*each, id=f"{' '.join(each[0])} {each[1].name}") for each in named_parameters()],
+    [pytest.param(path, each, id=f"{' '.join(path)} {each.name}") for path, each in named_parameters()],
 )
 def test_an_empty_name_is_refused_wherever_one_is_given(path: Sequence[str], parameter: click.Parameter) -> None:
     """A tenant or job called "" could never be named again."""

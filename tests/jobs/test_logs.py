@@ -91,6 +91,15 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         set_up_logs("p", file=tmp_path / "file" / "worker.log")
 
 
+def test_a_log_is_made_by_its_first_line(tmp_path: Path) -> None:
+    """Most commands have nothing to say; an empty file for each would hide the logs that matter."""
+    file = tmp_path / "logs" / "show.log"
+    set_up_logs("show", file=file, console=False)
+    assert not file.exists()
+    structlog.get_logger("x").warning("disk_nearly_full")
+    assert len(lines(file)) == 1
+
+
 def test_setting_up_twice_does_not_double_the_lines(tmp_path: Path) -> None:
     file = tmp_path / "log"
     set_up_logs("p", file=file, console=False)

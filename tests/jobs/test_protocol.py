@@ -435,6 +435,14 @@ class TestResults:
             "error": None,
         }
 
+    def test_a_response_is_put_under_the_id_of_its_request(self) -> None:
+        """At its beginning alone: the same letters may stand in an answer."""
+        quoting = '{"id":"cmpl-7","choices":[{"text":"{\\"id\\":\\"chatcmpl-7\\""}]}'
+        assert protocol.with_response_id(quoting, "1f") == quoting.replace("cmpl-7", "cmpl-1f", 1)
+        assert json.loads(protocol.with_response_id('{"id":"chatcmpl-7","n":1}', "1f")) == {"id": "chatcmpl-1f", "n": 1}
+        for other in ('{"id":"x"}', '{"error":{"code":"a"}}', ' {"id":"cmpl-7"}', "null"):
+            assert protocol.with_response_id(other, "1f") == other
+
     def test_a_line_that_never_ran_has_an_error_and_no_response(self) -> None:
         line = render_output_line(
             request_id="1f",

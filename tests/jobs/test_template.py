@@ -70,6 +70,15 @@ def test_what_goes_wrong_in_a_template_fails_the_row_alone(text: str, message: s
         assert caught.value.message == message
 
 
+@pytest.mark.parametrize("text", ["{{ a", "{% for x in y %}", "{{ a }} }}{% end %}", "{% if %}"])
+def test_a_template_that_cannot_be_read_is_said_in_one_sentence(text: str) -> None:
+    """Jinja ends its own sentences; ours go on."""
+    with pytest.raises(InputError) as caught:
+        PromptTemplate(text)
+    assert caught.value.message.endswith("; correct the template")
+    assert ".;" not in caught.value.message
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         PromptTemplate(" {{ a }}\n").render({"a": ""})

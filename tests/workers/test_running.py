@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from celery import Celery
@@ -150,6 +151,7 @@ def test_an_answer_is_kept_for_the_same_question_of_a_later_batch(
     assert served_from(database, again[1]) == [None]
     answers = [json.loads(next(queries.results_in_order(database, batch)).response or "") for batch in (first, second)]
     assert answers[0]["choices"] == answers[1]["choices"]
+    assert [answer["id"].partition("-")[2] for answer in answers] == [f"{ids[0]:x}", f"{again[0]:x}"]
     with database.read() as connection:
         batch = queries.find_batch_by_id(connection, second)
         source = queries.attempts_of(connection, again[0])[0]["source_request_id"]
@@ -210,6 +212,25 @@ class Endless(NullEngine):
 
     def _step(self, row: _Row, now: float, beside: int) -> bool:
         return len(row.request.prompt_token_ids) >= len(self.PROMPT) or super()._step(row, now, beside)
+
+
+class Choking(Tokenizer):
+    """Cannot make anything of one text."""
+
+    def encode_many(self, texts: Sequence[str], *, add_bos: bool | None = None) -> list[list[int]]:
+        if any("unspeakable" in text for text in texts):
+            raise ValueError("no tokens for that")
+        return super().encode_many(texts, add_bos=add_bos)
+
+
+def test_a_text_that_cannot_be_tokenized_fails_alone(
+    database: Database, make_context: MakeContext, artifact: Artifact
+) -> None:
+    context = replace(make_context(), tokenizer=Choking(artifact))
+    odd = '{"prompt":"unspeakable","max_tokens":4}'
+    batch_id, ids = make_batch(database, "batch_1", [GREEDY, odd, GREEDY])
+    run_requests(context, ids)
+    assert responses(database, batch_id) == [(1, 200, None), (2, 500, "internal_error"), (3, 200, None)]
 
 
 @contextmanager

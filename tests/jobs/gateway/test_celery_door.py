@@ -424,7 +424,8 @@ def test_a_task_for_the_door_that_was_sent_to_the_workers_is_dropped_and_not_log
     def logged() -> str:
         return "".join(path.read_text(errors="replace") for path in logs.glob("worker*"))
 
-    wait_until(lambda: logged().count("message_rejected") == 2, seconds=PATIENCE_S, what="two refusals")
+    told = '"event": "message_rejected"'  # in the JSON of worker.log
+    wait_until(lambda: logged().count(told) == 2, seconds=PATIENCE_S, what="two refusals")
     assert key not in logged()
     assert "secret prompt" not in logged()
 
@@ -451,7 +452,9 @@ def test_results_expire(sqlite_doors: Settings, sqlite_database: Database, send:
 
 def test_the_program_runs_as_a_command(sqlite_settings: Settings, tmp_path: Path) -> None:
     with door_process(sqlite_settings) as process:
-        alive = list((sqlite_settings.home / "run").glob("door-*.alive"))
+        folder = sqlite_settings.home / "run"
+        wait_until(lambda: list(folder.glob("door-*.alive")), what="a sign of life")
+        alive = list(folder.glob("door-*.alive"))
         assert len(alive) == 1
         process.terminate()
         process.communicate(timeout=PATIENCE_S)

@@ -106,7 +106,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_fuzzed_bodies_are_never_a_5xx(shared_gateway: RunningGateway, key: str, data: st.DataObject) -> None:
     """No worker serves the model, so that nothing can be asked by chance."""
