@@ -99,7 +99,7 @@ def test_killers_are_condemned_after_few_deaths_and_all_others_finish(
     assert len(play.condemned - killers) <= chances // (2 * LIMITS.max_attempts)
 
 
-@given(requests=st.integers(1, 2000), in_hand=st.integers(1, 160), killed_round=st.integers(0, 20))
+@given(requests=st.integers(1, 500), in_hand=st.integers(1, 160), killed_round=st.integers(0, 20))
 def test_one_death_by_chance_costs_the_hand_that_it_met_and_isolates_nobody(
     requests: int, in_hand: int, killed_round: int
 ) -> None:
