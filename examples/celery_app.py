@@ -1,6 +1,6 @@
 """Ask through the Celery door, from an application that has Celery (`pip install 'celery[redis]'`) and nothing else:
 
-    MILL_KEY=pm-... python celery_app.py redis://127.0.0.1:6379/0 smollm2-135m-instruct "What is a mill?"
+MILL_KEY=pm-... python celery_app.py redis://127.0.0.1:6379/0 smollm2-135m-instruct "What is a mill?"
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Print the answers beside their questions, and count those that hold the expected word: `+` marks them, `-` the others.
+"""Print the answers beside their questions, `+` before those that hold the expected words and `-` before the others.
 
 Usage: python show_answers.py questions.csv answers.results.jsonl
 """
