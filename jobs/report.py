@@ -169,12 +169,13 @@ def summary_table(summary: BatchSummary, *, is_titled: bool = True) -> Table:
     cached = f"{batch.cached_tokens:,} of them reused from a shared beginning" if batch.cached_tokens else ""
     table.add_row("prompt tokens", f"{batch.prompt_tokens:,}", cached)
     table.add_row("new tokens", f"{batch.completion_tokens:,}", "")
-    if summary.run_s > 0:
+    if (took_s := summary.run_s) > 0:
         table.add_row(
             "throughput",
             f"{summary.requests_per_s:.2f}",
             f"requests/s, {summary.prompt_tokens_per_s:,.0f} prompt and "
-            f"{summary.completion_tokens_per_s:,.0f} new tokens/s over {duration(summary.run_s)}",
+            f"{summary.completion_tokens_per_s:,.0f} new tokens/s over "
+            f"{seconds(took_s) if took_s < 1 else duration(took_s)}",
         )
     for measure, label in LATENCIES.items():
         if (found := summary.latencies.get(measure)) is not None:
