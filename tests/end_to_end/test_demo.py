@@ -33,7 +33,7 @@ def test_the_demo_model_knows_the_capital_of_france(home: Home, demo_artifact: P
     path.write_text("\n".join(questions) + "\n")
     done = home.run("run", path, "--model", demo_artifact, "--max-tokens", "24", "--temperature", "0")
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (home.work / "questions.csv.results.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (home.work / "questions.txt.results.jsonl").read_text().splitlines()]
     answers = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines]
     assert "Paris" in answers[0]
     assert "Rome" in answers[1]
