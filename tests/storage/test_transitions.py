@@ -177,8 +177,8 @@ def test_a_refused_line_has_its_result_at_once(database: Database) -> None:
     assert (result.line, result.custom_id, result.status, result.status_code) == (7, None, RequestStatus.FAILED, 400)
     assert result.error_code == "invalid_value"
     assert result.response == (
-        '{"error": {"message": "max_tokens -1 is below 1", "type": "invalid_request_error", '
-        '"param": "body.max_tokens", "code": "invalid_value"}}'
+        '{"error":{"message":"max_tokens -1 is below 1","type":"invalid_request_error",'
+        '"param":"body.max_tokens","code":"invalid_value"}}'
     )
 
 
