@@ -36,7 +36,7 @@ from jobs.keys import KeyRefused
 from jobs.protocol import dump_json
 from jobs.queue import redis_url
 from jobs.quotas import QuotaExceeded
-from jobs.reception import CALL_FIELDS, Outcome, Reception, refusal_of
+from jobs.reception import ANSWER_S, AWAY_S, CALL_FIELDS, Outcome, Reception, refusal_of
 from jobs.settings import Settings
 from storage.errors import InvalidRequest, PromptmillError, StorageError
 from storage.models import Door
@@ -61,11 +61,6 @@ TAKE_S = 1.0
 # A door that gave no sign for so long is dead: what it had in hand goes back to the queue.
 ALIVE_S = 10
 LOOK_AFTER_S = 2.0
-# Between two looks for answers, while some are awaited and while none are.
-ANSWER_S, IDLE_S = 0.05, 0.2
-SEND_AGAIN_S = 2.0
-# When the database or Redis is away.
-AWAY_S = 1.0
 # Beyond its time a request without an answer is given up here: its database was replaced.
 OVERDUE_S = 300.0
 SOCKET_TIMEOUT_S = 30
@@ -326,22 +321,7 @@ class CeleryDoor:
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _answer_forever(self) -> None:
-        sent_again_at = time.monotonic()
-        while not self._stop.is_set():
-            awaited: dict[bytes, bytes] = {}
-            try:
-                awaited = self._redis.hgetall(OPEN)
-                left = self._answer(awaited)
-                if left and time.monotonic() - sent_again_at > SEND_AGAIN_S:
-                    sent_again_at = time.monotonic()
-                    self._reception.send_again(left)
-            except (RedisError, OSError, StorageError) as error:
-                log.warning("door_answers_wait", reason=type(error).__name__)
-                self._stop.wait(AWAY_S)
-            except Exception as error:  # the thread must live
-                log.error("door_crashed", kind=type(error).__name__)
-                self._stop.wait(AWAY_S)
-            self._stop.wait(ANSWER_S if awaited else IDLE_S)
+        self._reception.answer_forever("door", lambda: self._redis.hgetall(OPEN), self._answer, self._stop)
 
     def _answer(self, awaited: Mapping[bytes, bytes]) -> list[int]:
         """Store the results of what has ended. Returns the requests that are still open.

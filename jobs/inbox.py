@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import Annotated, Any
 
 import redis
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from redis.exceptions import RedisError, ResponseError
 
 from jobs.dead_letters import bury
@@ -36,7 +35,7 @@ from jobs.keys import KeyRefused
 from jobs.protocol import dump_json, parse_as
 from jobs.queue import redis_url
 from jobs.quotas import QuotaExceeded
-from jobs.reception import Outcome, Reception, refusal_of
+from jobs.reception import ANSWER_S, AWAY_S, Outcome, Reception, refusal_of
 from jobs.settings import Settings
 from storage.errors import InvalidRequest, PromptmillError, StorageError
 from storage.models import Door
@@ -55,9 +54,6 @@ READ_S = 1.0
 # What a bridge has held for so long without a sign it has died with.
 CLAIM_S = 15.0
 CLAIM_EVERY_S = 2.0
-ANSWER_S, IDLE_S = 0.05, 0.2
-SEND_AGAIN_S = 2.0
-AWAY_S = 1.0
 OVERDUE_S = 300.0
 SOCKET_TIMEOUT_S = 30
 LONGEST_REPLY_S = 30 * 86_400
@@ -75,6 +71,7 @@ return 0
 log = structlog.get_logger(__name__)
 
 ReplyName = Annotated[str, Field(max_length=255, pattern=r"^promptmill\.reply\.[A-Za-z0-9._:-]+$")]
+_REPLY_NAME: TypeAdapter[str] = TypeAdapter(ReplyName)
 
 
 class Envelope(BaseModel):
@@ -286,22 +283,7 @@ class Inbox:
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _answer_forever(self) -> None:
-        sent_again_at = time.monotonic()
-        while not self._stop.is_set():
-            awaited: dict[bytes, bytes] = {}
-            try:
-                awaited = self._redis.hgetall(OPEN)
-                left = self._answer(awaited)
-                if left and time.monotonic() - sent_again_at > SEND_AGAIN_S:
-                    sent_again_at = time.monotonic()
-                    self._reception.send_again(left)
-            except (RedisError, OSError, StorageError) as error:
-                log.warning("inbox_answers_wait", reason=type(error).__name__)
-                self._stop.wait(AWAY_S)
-            except Exception as error:  # the thread must live
-                log.error("inbox_crashed", kind=type(error).__name__)
-                self._stop.wait(AWAY_S)
-            self._stop.wait(ANSWER_S if awaited else IDLE_S)
+        self._reception.answer_forever("inbox", lambda: self._redis.hgetall(OPEN), self._answer, self._stop)
 
     def _answer(self, waiting: Mapping[bytes, bytes]) -> list[int]:
         """Push the answers of what has ended. Returns the requests that are still open."""
@@ -333,10 +315,6 @@ class Inbox:
 def _reply_to(raw: bytes) -> str | None:
     """Where to say that an entry was refused, as far as it can be read."""
     try:
-        named = json.loads(raw).get("reply_to")
-    except (ValueError, AttributeError, RecursionError):
+        return _REPLY_NAME.validate_python(json.loads(raw).get("reply_to"), strict=True)
+    except (ValueError, AttributeError, RecursionError):  # pydantic's refusal is a ValueError
         return None
-    is_good = (
-        isinstance(named, str) and len(named) <= 255 and re.fullmatch(r"promptmill\.reply\.[A-Za-z0-9._:-]+", named)
-    )
-    return named if is_good else None

@@ -45,48 +45,6 @@ class Asked:
     is_new: bool = True
 
 
-def ask(
-    database: Database,
-    celery: Celery,
-    body: Body,
-    *,
-    endpoint: Endpoint,
-    model: str,
-    tenant: str,
-    door: Door,
-    timeout_s: float,
-    api_key_id: int | None = None,
-    custom_id: str | None = None,
-    idempotency_key: str | None = None,
-    reply_to: str | None = None,
-    check: Callable[[Connection], None] | None = None,
-) -> Asked:
-    """Write a request and send it to the workers at once. body: checked already, in its normal form.
-
-    timeout_s: it expires after so long. reply_to: a Redis channel on which its worker tells how it goes. check: called
-    in the transaction that writes it, before anything is written; what it raises refuses the request.
-    A message that cannot be sent is no failure: the request is kept, and sent as soon as the queue is back.
-    Raises InvalidRequest `idempotency_key_reused`, StorageError.
-    """
-    asked = write(
-        database,
-        body,
-        endpoint=endpoint,
-        model=model,
-        tenant=tenant,
-        door=door,
-        timeout_s=timeout_s,
-        api_key_id=api_key_id,
-        custom_id=custom_id,
-        idempotency_key=idempotency_key,
-        reply_to=reply_to,
-        check=check,
-    )
-    if asked.is_new:
-        send(database, celery, [asked])
-    return asked
-
-
 def write(
     database: Database,
     body: Body,
@@ -102,7 +60,12 @@ def write(
     reply_to: str | None = None,
     check: Callable[[Connection], None] | None = None,
 ) -> Asked:
-    """The first half of `ask`: its rows, committed. Publish what is new."""
+    """Write a request, committed; follow with `send` if it is new. body: checked already, in its normal form.
+
+    timeout_s: it expires after so long. reply_to: a Redis channel on which its worker tells how it goes. check: called
+    in the transaction that writes it, before anything is written; what it raises refuses the request.
+    Raises InvalidRequest `idempotency_key_reused`, StorageError.
+    """
     text = body.to_json()
     key = None if idempotency_key is None else KEY_PREFIX + idempotency_key
     fingerprint = hashlib.sha256(f"{endpoint}\n{model}\n{text}".encode(errors="surrogatepass")).hexdigest()
@@ -155,7 +118,7 @@ def is_worth_repeating(connection: Connection, batch: BatchRow) -> bool:
 
 
 def send(database: Database, celery: Celery, asked: Collection[Asked]) -> bool:
-    """Publish written requests. False: the queue is away, and they wait in the database until it is back."""
+    """Publish written requests. False: the queue is away; they are kept, and sent once it is back."""
     ids = [each.request_id for each in asked]
     try:
         publish_chunks(celery, [Chunk(each.model, (each.request_id,), is_interactive=True) for each in asked])

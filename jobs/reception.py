@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import structlog
 from celery import Celery
 from pydantic import BaseModel, ConfigDict, Field
+from redis.exceptions import RedisError
 
 from jobs import interactive
 from jobs.interactive import Asked
@@ -28,7 +32,7 @@ from jobs.submit import estimate_prompt_tokens
 from jobs.validation import SubmitOptions, find_digest
 from storage import files, queries, transitions
 from storage.database import Connection, Database
-from storage.errors import InvalidRequest, PromptmillError
+from storage.errors import InvalidRequest, PromptmillError, StorageError
 from storage.files import IncomingFile, NewUpload
 from storage.models import Door, FilePurpose
 from storage.queries import BatchRow, ResultRow
@@ -38,8 +42,15 @@ from storage.transitions import NewBatch
 CALL_FIELDS = ("token", "custom_id", "timeout_s")
 LEAST_WINDOW_S, LONGEST_WINDOW_S = 60, 365 * 86_400
 MAX_PRIORITY = 1_000_000
+# Between two looks for answers, while some are awaited and while none are.
+ANSWER_S, IDLE_S = 0.05, 0.2
+SEND_AGAIN_S = 2.0
+# When the database or Redis is away.
+AWAY_S = 1.0
 # The same order again by another message is another order; the one message that comes twice is found by its key.
 _WINDOW = re.compile(r"(\d{1,9})([smhd])")
+
+log = structlog.get_logger(__name__)
 
 
 class _Given(BaseModel):
@@ -105,9 +116,8 @@ class Reception:
                 param="model",
             )
         tokens = estimate_prompt_tokens(parsed.to_json())
-        return interactive.ask(
+        asked = interactive.write(
             self.database,
-            self.celery,
             parsed,
             endpoint=endpoint,
             model=parsed.model,
@@ -119,6 +129,9 @@ class Reception:
             idempotency_key=f"{door}:{key}",
             check=lambda connection: check_queued_tokens(connection, caller.tenant, adding=tokens),
         )
+        if asked.is_new:
+            interactive.send(self.database, self.celery, [asked])
+        return asked
 
     def order(self, door: Door, call: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Write a batch, whose lines are read behind the call. Returns it in OpenAI's form, as far as it is known.
@@ -196,9 +209,34 @@ class Reception:
             rows = queries.results_of(connection, request_ids)
         return {row.request_id: outcome_of(row) for row in rows}
 
-    def send_again(self, request_ids: Sequence[int]) -> None:
-        """Publish what no message stands for any more."""
-        interactive.send_again(self.database, self.celery, request_ids)
+    def answer_forever(
+        self,
+        door: str,
+        awaited: Callable[[], Mapping[bytes, bytes]],
+        answer: Callable[[Mapping[bytes, bytes]], Sequence[int]],
+        stop: threading.Event,
+    ) -> None:
+        """Look for answers until told to stop, and send again what no message stands for any more.
+
+        door: names it in the log. awaited: what waits. answer: hands out what has ended, and returns the requests that
+        are still open.
+        """
+        sent_again_at = time.monotonic()
+        while not stop.is_set():
+            waiting: Mapping[bytes, bytes] = {}
+            try:
+                waiting = awaited()
+                left = answer(waiting)
+                if left and time.monotonic() - sent_again_at > SEND_AGAIN_S:
+                    sent_again_at = time.monotonic()
+                    interactive.send_again(self.database, self.celery, left)
+            except (RedisError, OSError, StorageError) as error:
+                log.warning(f"{door}_answers_wait", reason=type(error).__name__)
+                stop.wait(AWAY_S)
+            except Exception as error:  # the thread must live
+                log.error(f"{door}_crashed", kind=type(error).__name__)
+                stop.wait(AWAY_S)
+            stop.wait(ANSWER_S if waiting else IDLE_S)
 
     def _caller(self, token: str | None) -> Caller:
         if not token:

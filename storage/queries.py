@@ -364,11 +364,6 @@ def file_public_ids(connection: Connection, file_ids: Collection[int]) -> dict[i
     return {row.id: row.public_id for row in rows}
 
 
-def find_file_by_public_id(connection: Connection, public_id: str) -> FileRow | None:
-    row = connection.execute(select(FILES).where(FILES.c.public_id == public_id)).first()
-    return None if row is None else FileRow(**row._mapping)
-
-
 def tenants(connection: Connection) -> dict[str, TenantRow]:
     """All tenants by name."""
     return {row.name: TenantRow(**row._mapping) for row in connection.execute(select(TENANTS))}

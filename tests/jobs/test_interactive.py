@@ -35,7 +35,10 @@ def ask(database: Database, app: Celery, **options: object) -> Asked:
         "door": Door.HTTP,
         "timeout_s": 60.0,
     }
-    return interactive.ask(database, app, BODY, **values | options)  # type: ignore[arg-type]
+    asked = interactive.write(database, BODY, **values | options)  # type: ignore[arg-type]
+    if asked.is_new:
+        interactive.send(database, app, [asked])
+    return asked
 
 
 def batch_of(database: Database, asked: Asked) -> BatchRow:

@@ -531,9 +531,8 @@ def test_a_full_line_is_a_rate_limit_to_the_sdk(
         transitions.update_worker(connection, "w1", now, status=WorkerStatus.READY)
     body = parse_body(Endpoint.CHAT, json.dumps({"model": MODEL, "messages": messages()}))
     for _ in range(2):
-        interactive.ask(
+        asked = interactive.write(
             gateway.database,
-            app,
             body,
             endpoint=Endpoint.CHAT,
             model=MODEL,
@@ -541,6 +540,7 @@ def test_a_full_line_is_a_rate_limit_to_the_sdk(
             door=Door.INBOX,
             timeout_s=PATIENCE_S,
         )
+        interactive.send(gateway.database, app, [asked])
     with gateway.client(max_retries=0) as client, pytest.raises(openai.RateLimitError) as caught:
         client.chat.completions.create(model=MODEL, messages=messages())
     assert caught.value.code == "queue_full"
