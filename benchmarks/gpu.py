@@ -33,6 +33,7 @@ import numpy as np
 
 from jobs.settings import NO_LENGTHS
 from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, upload_weights
+from workers.engine.cuda_ops import load_operators
 from workers.engine.flavour import load_libraries
 from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
 from workers.engine.request import GenerationRequest, SamplingParameters
@@ -243,6 +244,22 @@ def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"best": max(run["requests_per_s"] for run in runs), "start_s": start_s, "runs": runs}
 
 
+def kernel_times(run: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """Name, launches and milliseconds of the kernels of one run, longest first. The profiler is torch's."""
+    profiler: Any = importlib.import_module("torch.profiler")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    found = [(item.key, item.count, item.device_time_total / 1e3) for item in profile.key_averages()]
+    return sorted(((name, count, round(ms, 2)) for name, count, ms in found if ms), key=lambda kernel: -kernel[2])
+
+
+def print_kernels(title: str, kernels: list[tuple[str, int, float]], most: int = 24) -> None:
+    total = sum(ms for _, _, ms in kernels)
+    print(f"{title}: {total:.0f} ms of kernels")
+    for name, count, ms in sorted(kernels, key=lambda kernel: -kernel[2])[:most]:
+        print(f"  {ms:9.1f} ms {100 * ms / total:5.1f} % {count:7}  {name[:110]}", flush=True)
+
+
 @contextmanager
 def watched_device() -> Iterator[Callable[[], dict[str, float] | None]]:
     """Sample NVML's utilization in the background; the function given returns the mean so far."""
@@ -292,12 +309,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--row-buckets", type=int, nargs="+")
     parser.add_argument("--table-widths", type=int, nargs="+")
-    parser.add_argument("--prefill-tokens", type=int, default=8192)
+    parser.add_argument("--prefill-tokens", type=int, default=8448)
     parser.add_argument("--burst-tokens", type=int, default=65536)
     parser.add_argument("--wanted-tokens", type=int, default=2048)
     parser.add_argument("--prefix-tokens", type=int, nargs="*", default=[1024])
     parser.add_argument("--prefix-min-rows", type=int, default=32)
     parser.add_argument("--split-min-rows", type=int, default=384)
+    parser.add_argument("--stock-operators", action="store_true", help="ONNX Runtime's operators alone")
+    parser.add_argument("--kernels", action="store_true", help="then say which kernels a run spends its time in")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="write every step of the last runs here, as JSON")
     parser.add_argument("--label", default="")
@@ -335,6 +354,7 @@ def main(arguments: list[str]) -> None:
         prefix_tokens=given.prefix_tokens,
         prefix_min_rows=given.prefix_min_rows,
         split_min_rows=given.split_min_rows,
+        operators=None if given.stock_operators else load_operators(model, "float16"),
     )
     engine = PagedEngine(
         runner,
@@ -368,6 +388,11 @@ def main(arguments: list[str]) -> None:
                 run |= {"steps": summarize(runner.trace.steps), "device": device(), "preemptions": engine._preemptions}
                 runs.append(run)
                 print(f"{given.label} {name} {workload.description}: {json.dumps(run)}", flush=True)
+            if given.kernels:
+                workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, 50)
+                results_of_kernels = kernel_times(lambda work=workload: run_workload(engine, work))  # type: ignore[misc]
+                runs[-1]["kernels"] = results_of_kernels
+                print_kernels(f"{given.label} {name}", results_of_kernels)
             traces[name] = [list(step) for step in runner.trace.steps]
             results[name] = {"best": max(run["requests_per_s"] for run in runs), "runs": runs}
     engine.close()

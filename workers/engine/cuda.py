@@ -14,6 +14,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,12 +38,16 @@ from workers.models.cuda_graph import (
     MAX_LOGPROBS,
     ONNX_TYPES,
     Decoder,
+    Operators,
+    attention_room,
     build_decoder_graph,
     build_prefix_graph,
     build_sampler_graph,
     can_share_prefix,
     decoder_weights,
+    has_own_attention,
     split_shapes,
+    uses_paged_attention,
     weight_shapes,
 )
 from workers.models.description import CudaType, ModelDescription
@@ -161,7 +166,8 @@ class CudaRunner:
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
     the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
     prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
-    buckets and a copy of the prefix. split_min_rows: from here on decode steps rotate q and k outside of attention.
+    buckets and a copy of the prefix. operators: the library of our own operators (`load_operators`); without it, decode
+    steps of `split_min_rows` rows or more rotate q and k outside of attention.
     release_weights: called when they are needed no more.
     """
 
@@ -174,7 +180,7 @@ class CudaRunner:
         rotary_length: int,
         max_rows: int,
         context_length: int,
-        prefill_tokens: int = 8192,
+        prefill_tokens: int = 8448,
         block_size: int | None = None,
         row_buckets: Sequence[int] | None = None,
         table_widths: Sequence[int] | None = None,
@@ -182,6 +188,7 @@ class CudaRunner:
         prefix_tokens: Sequence[int] = (),
         prefix_min_rows: int = 32,
         split_min_rows: int = 384,
+        operators: Path | None = None,
         provider_options: Mapping[str, str] | None = None,
         release_weights: Callable[[], None] = lambda: None,
     ) -> None:
@@ -192,8 +199,12 @@ class CudaRunner:
         self.max_blocks = blocks_for(context_length, self.block_size)
         self.row_buckets: Sequence[int] = tuple(row_buckets or cuda_row_buckets(max_rows))
         self.table_widths: Sequence[int] = tuple(table_widths or cuda_table_widths(self.max_blocks))
+        self._library = operators
+        self._operators = Operators.FUSED if operators else Operators.STOCK
+        self._prompt_kind = Decoder.STEP if operators else Decoder.PROMPT
+        self._attends_itself = bool(operators) and has_own_attention(model)
         self.prefix_tokens: Sequence[int] = ()
-        if can_share_prefix(model, dtype):
+        if can_share_prefix(model, dtype, self._operators):
             self.prefix_tokens = tuple(tokens for tokens in prefix_tokens if tokens % self.block_size == 0)
         self.prefix_min_rows = prefix_min_rows
         self.num_blocks = 0
@@ -202,7 +213,7 @@ class CudaRunner:
         self._dtype = dtype
         self._kind = ONNX_TYPES[dtype]
         self._rotary_length = rotary_length
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens = min(prefill_tokens, max_rows * context_length)  # more than all rows hold is never run
         self._memory_bytes = memory_bytes
         self._provider_options = dict(provider_options or {})
         self._release_weights = release_weights
@@ -228,11 +239,12 @@ class CudaRunner:
         import onnxruntime
 
         self._ort: ModuleType = onnxruntime
+        onnxruntime.set_default_logger_severity(3)  # each session warns that CUDA is no plugin; it need not be one
         self._cuda: ModuleType = _load_cuda()
         self._allocate_shared()
         report("opening the model", 0, 1)
-        kinds = [Decoder.STEP, Decoder.PREFIX] if self.prefix_tokens else [Decoder.STEP]
-        self._lane = self._open_lane([*kinds, Decoder.PROMPT])
+        kinds = {self._prompt_kind, *(self._decoder_of(*bucket) for bucket in self._buckets())}
+        self._lane = self._open_lane(kinds)
         if self.prefix_tokens:
             graph = build_prefix_graph(self._model, self._dtype, self.block_size)
             self._prefix_session = self._open_session(graph.SerializeToString(), self._lane.handle)
@@ -284,6 +296,7 @@ class CudaRunner:
         binding = lane.binding
         self._bind(binding, "positions", TensorProto.INT64, (tokens, 1), packer.add(positions))
         self._bind(binding, "slots", TensorProto.INT32, (tokens,), packer.add(places))
+        self._bind_no_slots(binding, tokens)
         self._bind(binding, "token_pool", TensorProto.INT64, (tokens,), packer.add(call.token_ids))
         self._bind(binding, "token_sources", TensorProto.INT64, (tokens,), self._iota)
         self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), packer.add(cumulative))
@@ -303,7 +316,7 @@ class CudaRunner:
         self._bind_output(binding, "logits", self._kind, (indices.size, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (tokens,), lane.fed_ids)
         self._copy_in(lane, lane.control, slot.control_pointer, packer.end)
-        lane.decoders[Decoder.PROMPT].run_with_iobinding(binding, self._options(_EAGER))
+        lane.decoders[self._prompt_kind].run_with_iobinding(binding, self._options(_EAGER))
         return self._finish(lane, slot, call.sampling, first, count)
 
     def decode(self, call: PagedDecode) -> CudaTicket:
@@ -317,7 +330,7 @@ class CudaRunner:
         end = self._table_offset + call.rows * call.table_width * 4
         self._copy_in(lane, self._decode_control, slot.control_pointer, end)
         bucket = (call.rows, call.table_width, len(call.prefix_blocks) * self.block_size)
-        decoder = lane.decoders[self._decoder_of(call.rows, len(call.prefix_blocks))]
+        decoder = lane.decoders[self._decoder_of(*bucket)]
         decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
         first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
         return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
@@ -366,9 +379,9 @@ class CudaRunner:
             past[:count] = call.past_lengths
             slots[:count] = self._slots(call.block_table, row_of, call.past_lengths)
         else:
-            # Behind the row's own tokens and this one comes the virtual token: see `build_decoder_graph`.
             own = call.past_lengths - len(call.prefix_blocks) * self.block_size
-            past[:count] = own + 1
+            # Without our own attention a virtual token comes behind the row's own and this one: see `_attend_prefix`.
+            past[:count] = own if self._attends_itself else own + 1
             slots[:count] = self._slots(call.block_table, row_of, own)
             virtual_slots[:count] = self._slots(call.block_table, row_of, own + 1)
             virtual_slots[count:rows] = 0
@@ -470,6 +483,10 @@ class CudaRunner:
         self._iota = self._upload(np.arange(count, dtype=np.int64))
         self._iota32 = self._upload(np.arange(count, dtype=np.int32))
         self._zeros32 = self._upload(np.zeros(rows, dtype=np.int32))
+        self._no_slots = self._upload(np.full(count, -1, dtype=np.int32))
+        if self._attends_itself:
+            self._room_count = attention_room(self._model, rows, max(self.table_widths) * self.block_size)
+            self._room = self._allocate(4 * self._room_count)
         ends = np.array([[0, bucket] for bucket in self.row_buckets], dtype=np.int32)
         self._one_row = {bucket: self._upload(end) for bucket, end in zip(self.row_buckets, ends, strict=True)}
         top = min(MAX_LOGPROBS, self.vocab_size)
@@ -502,8 +519,8 @@ class CudaRunner:
                 build_sampler_graph(self._dtype, self.vocab_size, with_extras=True).SerializeToString(), handle
             ),
         )
-        binding = decoders[Decoder.PROMPT].io_binding()
-        self._bind_weights(binding, Decoder.PROMPT)
+        binding = decoders[self._prompt_kind].io_binding()
+        self._bind_weights(binding, self._prompt_kind)
         return _Lane(
             stream=stream,
             handle=handle,
@@ -520,12 +537,14 @@ class CudaRunner:
         )
 
     def _open_decoder(self, kind: Decoder, stream: int) -> Any:
-        graph = build_decoder_graph(self._model, self._dtype, self._rotary_length, kind)
+        graph = build_decoder_graph(self._model, self._dtype, self._rotary_length, kind, self._operators)
         return self._open_session(graph.SerializeToString(), stream)
 
     def _open_session(self, model: bytes, stream: int) -> Any:
         options = self._ort.SessionOptions()
         options.log_severity_level = 3
+        if self._library is not None:
+            options.register_custom_ops_library(str(self._library))
         options.enable_mem_pattern = False  # patterns are kept for each shape that is ever run
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         provider = {
@@ -583,7 +602,9 @@ class CudaRunner:
         self.result(self.prefill(call))
 
     def _buckets(self) -> list[tuple[int, int, int]]:
-        """Every decode bucket: rows, table width, prefix tokens."""
+        """Every decode bucket: rows, table width, prefix tokens. Most rows first, for then what a session allocates for
+        them serves the smaller ones too.
+        """
         buckets = [(rows, width, 0) for rows in self.row_buckets for width in self.table_widths]
         for prefix in self.prefix_tokens:
             widest = self.max_blocks - prefix // self.block_size
@@ -592,7 +613,7 @@ class CudaRunner:
             buckets += [
                 (rows, width, prefix) for rows in self.row_buckets if rows >= self.prefix_min_rows for width in widths
             ]
-        return buckets
+        return sorted(buckets, reverse=True)
 
     def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
         """Capture a graph for each decode bucket. The first run of a graph id is two eager ones and the capture."""
@@ -616,42 +637,57 @@ class CudaRunner:
         report("warming up", len(buckets), len(buckets))
 
     def _bind_decode(self, rows: int, width: int, prefix: int) -> Any:
-        kind = self._decoder_of(rows, prefix)
+        kind = self._decoder_of(rows, width, prefix)
         lane, binding = self._lane, self._lane.decoders[kind].io_binding()
         self._bind_weights(binding, kind)
         self._bind_caches(binding)
         control, at = self._decode_control, self._control_offsets
         self._bind(binding, "token_pool", TensorProto.INT64, (4 * self.max_rows,), self._pool)
         self._bind(binding, "token_sources", TensorProto.INT64, (rows,), control + at.sources)
-        self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), self._iota32)
         self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), control + at.past)
         self._bind(binding, "slots", TensorProto.INT32, (rows,), control + at.slots)
         self._bind(binding, "block_table", TensorProto.INT32, (rows, width), control + self._table_offset)
         self._bind(binding, "logits_indices", TensorProto.INT64, (rows,), self._iota)
-        self._bind_metadata(binding, 1, width * self.block_size, 1)
-        if kind is not Decoder.STEP:
+        if uses_paged_attention(self._model, kind, self._operators):
+            self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), self._iota32)
+            self._bind_metadata(binding, 1, width * self.block_size, 1)
+        else:
+            self._bind(binding, "attention_room", TensorProto.FLOAT, (self._room_count,), self._room)
+        is_fused = self._operators is Operators.FUSED
+        if kind is not Decoder.STEP or is_fused:
             self._bind(binding, "positions", TensorProto.INT64, (rows, 1), control + at.positions)
         if prefix:
-            self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
+            self._bind_prefix(binding, prefix, self._bind)
+            if not self._attends_itself:
+                self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
+        elif kind is Decoder.STEP:
+            self._bind_no_slots(binding, rows)
+        if prefix and not is_fused:
             self._bind(binding, "one_row", TensorProto.INT32, (2,), self._one_row[rows])
             self._bind(binding, "no_past", TensorProto.INT32, (1,), self._zeros32)
             blocks = blocks_for(rows, self.block_size)
             self._bind(binding, "no_table", TensorProto.INT32, (1, blocks), self._zeros32)
             self._bind_metadata(binding, rows, rows, rows, "one_row_metadata")
-            self._bind_prefix(binding, prefix, self._bind)
         next_ids = self._pool + (self.max_rows * 8 if prefix else 0)
         self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), next_ids)
         self._bind_output(binding, "logits", self._kind, (rows, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
         return binding
 
-    def _decoder_of(self, rows: int, prefix: int) -> Decoder:
+    def _decoder_of(self, rows: int, width: int, prefix: int) -> Decoder:
+        """What runs a bucket."""
         if prefix:
             return Decoder.PREFIX
-        return Decoder.PROMPT if rows >= self._split_min_rows else Decoder.STEP
+        if self._attends_itself and prefers_own_attention(
+            self._model.num_heads // self._model.num_kv_heads,
+            rows * self._model.num_kv_heads,
+            width * self.block_size,
+        ):
+            return Decoder.DECODE
+        return self._prompt_kind if rows >= self._split_min_rows else Decoder.STEP
 
     def _bind_weights(self, binding: Any, kind: Decoder) -> None:
-        for name, shape in decoder_weights(self._model, self._rotary_length, kind).items():
+        for name, shape in decoder_weights(self._model, self._rotary_length, kind, self._operators).items():
             pointer = self._weights[name].pointer if name in self._weights else self._split_pointer(name)
             self._bind(binding, name, self._kind, shape, pointer)
 
@@ -664,6 +700,11 @@ class CudaRunner:
                 return pointer
             pointer += rows * columns * _ITEM_BYTES
         raise AssertionError(f"no weight {name}")
+
+    def _bind_no_slots(self, binding: Any, tokens: int) -> None:
+        """What keeps PagedAttention from storing what our own operator has stored."""
+        if self._operators is Operators.FUSED:
+            self._bind(binding, "no_slots", TensorProto.INT32, (tokens,), self._no_slots)
 
     def _bind_prefix(self, binding: Any, tokens: int, bind: Callable[..., None]) -> None:
         model = self._model
@@ -851,6 +892,16 @@ def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:
     while widths[-1] < max_blocks:
         widths.append(widths[-1] * 2)
     return (*(width for width in widths if width < max_blocks), max(2, max_blocks))
+
+
+def prefers_own_attention(group: int, row_heads: int, tokens: int) -> bool:
+    """Whether a decode step attends with our own operator rather than with PagedAttention.
+
+    group: query heads to a KV head. row_heads: rows times KV heads. tokens: room of a row. Ours has no kernels before
+    it and no tile to fill up; cuDNN's is as fast on long contexts, and multiplies grouped heads on tensor cores.
+    Measured: see docs/decisions.md.
+    """
+    return tokens <= 512 if group == 1 else tokens <= 256 and row_heads <= 256
 
 
 def _align(offset: int) -> int:

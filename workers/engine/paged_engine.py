@@ -314,7 +314,7 @@ class PagedEngine(StepLoop[_Row]):
         runner: PagedRunner,
         *,
         stop_token_ids: Iterable[int],
-        prefill_budget_tokens: int = 8192,
+        prefill_budget_tokens: int = 8448,
         prefill_burst_tokens: int = 65536,
         prefill_wanted_tokens: int = 2048,
         prefix_reuse: bool = True,

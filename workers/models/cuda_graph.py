@@ -8,13 +8,21 @@ Decoder inputs, T tokens of B rows packed one behind the other:
   value_{i} [num_blocks, block_size, num_kv_heads, cache_head_dim], written in place; every weight by its stored name.
 Decoder outputs: fed_ids int64 [T]; logits [S, vocab_size]; next_ids int64 [S], their argmax.
 
-It comes in three kinds (`Decoder`), which differ in attention alone:
-  STEP multiplies q, k and v at once and leaves the rotation to PagedAttention: fewest kernels, for decode steps.
-  PROMPT multiplies and rotates them apart, for which it takes positions int64 [T, 1]: PagedAttention's own rotation
-  searches each token's row anew and took a tenth of a prefill (H200, 2026-11-30).
-  PREFIX is a decode step of rows that share their first Q tokens, and reads those once for all. It takes positions,
-  virtual_slots int32 [B] and prefix_key_{i}, prefix_value_{i} [num_heads, Q, cache_head_dim] (`build_prefix_graph`);
-  past_lengths and block_table leave the prefix out, and past_lengths count one token more: see `_attend_prefix`.
+With our own operators (`Operators.FUSED`, engine/native/operators.c) one kernel rotates and stores a token, one gates,
+and one picks the likeliest token. The graph then takes positions int64 [T, 1] and no_slots int32 [T], all -1:
+PagedAttention stores nothing itself.
+
+It comes in four kinds (`Decoder`), which differ in attention alone:
+  STEP multiplies q, k and v at once: fewest kernels. Without our operators it leaves the rotation to PagedAttention and
+  is for decode steps only.
+  PROMPT is for prompts without our operators. It multiplies and rotates q, k and v apart, for which it takes positions:
+  PagedAttention's own rotation searches each token's row anew and took a tenth of a prefill (H200, 2026-11-30).
+  DECODE is a decode step with an attention operator of our own (`has_own_attention`), which works in attention_room
+  float32 [`attention_room`].
+  PREFIX is a decode step of rows that share their first Q tokens, and reads those once for all. It takes positions and
+  prefix_key_{i}, prefix_value_{i} [num_kv_heads, Q, cache_head_dim] (`build_prefix_graph`); past_lengths and
+  block_table leave the prefix out. Without an attention of our own it also takes virtual_slots int32 [B], and
+  past_lengths count one token more: see `_attend_prefix`.
 
 Weights are inputs rather than initializers, so that sessions share them by pointer and a graph is a few kilobytes.
 Activations, weights and cache all have one type: float16 or bfloat16.
@@ -49,6 +57,9 @@ from workers.models.weights import bfloat16_to_float32, float32_to_bfloat16
 Value = tuple[str, int, Sequence[Any]]  # name, element type, shape
 ONNX_TYPES: dict[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
+# The domain of our own operators, as engine/native/operators.c registers it.
+OWN_DOMAIN = "promptmill"
+
 # Candidates of a truncated distribution. A nucleus that holds more tokens than this is cut to the likeliest ones.
 MAX_CANDIDATES = 256
 # Alternatives that log probabilities are reported for, the most that the API allows.
@@ -64,12 +75,26 @@ class Decoder(Enum):
 
     STEP = "step"
     PROMPT = "prompt"
+    DECODE = "decode"
     PREFIX = "prefix"
+
+
+class Operators(Enum):
+    """What a decoder graph is made of: ONNX Runtime's operators alone, or ours where they are faster."""
+
+    STOCK = "stock"
+    FUSED = "fused"
 
 
 @dataclass
 class CudaGraphWriter(GraphWriter):
     """A writer whose weights all have the type of the activations, so nothing is cast."""
+
+    operators: Operators = field(default=Operators.STOCK, kw_only=True)
+
+    def own(self, op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
+        """Append one of our own operators, which exist once for each type."""
+        return self.node(f"{op}_{self.dtype}", inputs, outputs, domain=OWN_DOMAIN, **attributes)
 
     def float32_weight(self, name: str) -> str:
         return self.weight(name)
@@ -109,15 +134,45 @@ def split_shapes(description: ModelDescription, layer: int) -> dict[str, tuple[i
     }
 
 
-def can_share_prefix(description: ModelDescription, dtype: CudaType) -> bool:
-    """Whether the PREFIX decoder exists: it merges one token for each head, and ArgMax has no bfloat16 kernel."""
+def has_own_attention(description: ModelDescription) -> bool:
+    """Whether our own operator for the attention of decode steps is made for these heads."""
+    return description.cache_head_dim in (64, 128) and description.num_heads // description.num_kv_heads <= 4
+
+
+def attention_room(description: ModelDescription, rows: int, tokens: int) -> int:
+    """How many numbers our own attention needs to work in, for steps of so many rows with room for so many tokens.
+
+    One set for each segment of a row and KV head, of the lengths that engine/native/operators.c chooses: `MOST_SEGMENT`
+    where the rows fill the device, else shorter ones until they do (`ENOUGH_BLOCKS`), which makes at most twice as many
+    and one for each row.
+    """
+    row_heads = rows * description.num_kv_heads
+    segments = max(row_heads * -(-tokens // 512), 2 * 1024 + row_heads)
+    group = description.num_heads // description.num_kv_heads
+    return segments * group * (description.cache_head_dim + 2)
+
+
+def uses_paged_attention(description: ModelDescription, kind: Decoder, operators: Operators) -> bool:
+    """Whether a decoder attends with ONNX Runtime's operator, and takes cumulative_lengths and attention_metadata."""
+    own = operators is Operators.FUSED and has_own_attention(description)
+    return not own or kind not in (Decoder.DECODE, Decoder.PREFIX)
+
+
+def can_share_prefix(description: ModelDescription, dtype: CudaType, operators: Operators) -> bool:
+    """Whether the PREFIX decoder exists. Without an attention of our own it merges one token for each head, and ArgMax
+    has no bfloat16 kernel.
+    """
+    if operators is Operators.FUSED and has_own_attention(description):
+        return True
     return description.num_heads == description.num_kv_heads and dtype == "float16"
 
 
-def decoder_weights(description: ModelDescription, context_length: int, kind: Decoder) -> dict[str, tuple[int, ...]]:
+def decoder_weights(
+    description: ModelDescription, context_length: int, kind: Decoder, operators: Operators
+) -> dict[str, tuple[int, ...]]:
     """The weights that a decoder of this kind takes as input, by name."""
     shapes = weight_shapes(description, context_length)
-    if kind is not Decoder.STEP:
+    if kind is not Decoder.STEP and operators is Operators.STOCK:
         for layer in range(description.num_layers):
             del shapes[f"layers.{layer}.attention.qkv.weight"]
             shapes |= split_shapes(description, layer)
@@ -165,13 +220,18 @@ def artifact_entries(model_path: Path) -> dict[str, TensorProto]:
 
 
 def build_decoder_graph(
-    description: ModelDescription, dtype: CudaType, context_length: int, kind: Decoder = Decoder.STEP
+    description: ModelDescription,
+    dtype: CudaType,
+    context_length: int,
+    kind: Decoder = Decoder.STEP,
+    operators: Operators = Operators.STOCK,
 ) -> ModelProto:
     """Build the decoder described at the top of this module. context_length: rows of the rotary tables."""
-    shapes = decoder_weights(description, context_length, kind)
+    is_fused = operators is Operators.FUSED
+    shapes = decoder_weights(description, context_length, kind, operators)
     element = ONNX_TYPES[dtype]
     entries = {name: TensorProto(name=name, data_type=element, dims=shape) for name, shape in shapes.items()}
-    graph = CudaGraphWriter(description, dtype, entries)
+    graph = CudaGraphWriter(description, dtype, entries, operators=operators)
     fed_ids = graph.node("Gather", ["token_pool", "token_sources"], ["fed_ids"], axis=0)
     residual = graph.node("Gather", [graph.weight("embedding.weight"), fed_ids], ["embedding"], axis=0)
     update = ""
@@ -181,39 +241,51 @@ def build_decoder_graph(
         attended = _attend_in(graph, normed, layer, kind)
         update = project(graph, attended, f"{at}.attention.output")
         normed, residual = normalize(graph, residual, update, f"{at}.mlp_norm")
-        update = feed_forward(graph, normed, at) if kind is Decoder.STEP else _gate(graph, normed, at)
+        if kind is Decoder.STEP and not is_fused:
+            update = feed_forward(graph, normed, at)
+        else:
+            update = _feed_forward(graph, normed, at)
     # Only rows whose logits are asked for go through the last norm and the head.
     hidden = graph.node("Gather", [residual, "logits_indices"], ["hidden.selected"], axis=0)
     update = graph.node("Gather", [update, "logits_indices"], ["update.selected"], axis=0)
     normed, _ = normalize(graph, hidden, update, "norm")
     logits = project_to_vocabulary(graph, normed)
-    comparable = logits
-    if dtype == "bfloat16":  # ArgMax has no bfloat16 kernel
-        comparable = graph.node("Cast", [logits], ["logits.float32"], to=TensorProto.FLOAT)
-    graph.node("ArgMax", [comparable], ["next_ids"], axis=1, keepdims=0)
+    if is_fused:
+        graph.own("RowArgmax", [logits], ["next_ids"])
+    else:
+        if dtype == "bfloat16":  # ArgMax has no bfloat16 kernel
+            logits = graph.node("Cast", [logits], ["logits.float32"], to=TensorProto.FLOAT)
+        graph.node("ArgMax", [logits], ["next_ids"], axis=1, keepdims=0)
 
     inputs: list[Value] = [
         ("token_pool", TensorProto.INT64, ["pool"]),
         ("token_sources", TensorProto.INT64, ["tokens"]),
-        ("cumulative_lengths", TensorProto.INT32, ["rows_plus_1"]),
         ("past_lengths", TensorProto.INT32, ["rows"]),
         ("block_table", TensorProto.INT32, ["rows", "table_width"]),
         ("slots", TensorProto.INT32, ["tokens"]),
-        ("attention_metadata", TensorProto.INT32, [3]),
         ("logits_indices", TensorProto.INT64, ["num_logits"]),
         *_cache_values(description, element),
         *((name, element, list(shape)) for name, shape in shapes.items()),
     ]
-    if kind is not Decoder.STEP:
+    if kind is not Decoder.STEP or is_fused:
         inputs.append(("positions", TensorProto.INT64, ["tokens", 1]))
+    if uses_paged_attention(description, kind, operators):
+        inputs.append(("cumulative_lengths", TensorProto.INT32, ["rows_plus_1"]))
+        inputs.append(("attention_metadata", TensorProto.INT32, [3]))
+        if kind is Decoder.PREFIX:
+            inputs.append(("virtual_slots", TensorProto.INT32, ["rows"]))
+    else:
+        inputs.append(("attention_room", TensorProto.FLOAT, ["room"]))
     if kind is Decoder.PREFIX:
+        inputs += _prefix_values(description, element)
+    elif is_fused and kind is Decoder.STEP:
+        inputs.append(("no_slots", TensorProto.INT32, ["tokens"]))
+    if kind is Decoder.PREFIX and not is_fused:
         inputs += [
-            ("virtual_slots", TensorProto.INT32, ["rows"]),
             ("one_row", TensorProto.INT32, [2]),
             ("no_past", TensorProto.INT32, [1]),
             ("no_table", TensorProto.INT32, [1, "no_width"]),
             ("one_row_metadata", TensorProto.INT32, [3]),
-            *_prefix_values(description, element),
         ]
     outputs: list[Value] = [
         ("fed_ids", TensorProto.INT64, ["tokens"]),
@@ -310,9 +382,24 @@ def _prefix_values(description: ModelDescription, element: int) -> list[Value]:
     return [(f"prefix_{part}_{layer}", element, shape) for layer in range(description.num_layers) for part in _CACHES]
 
 
-def _attend_in(graph: GraphWriter, normed: str, layer: int, kind: Decoder) -> str:
+def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -> str:
     """Attention of one layer: [T, hidden_size] → [T, query_size]."""
     at = f"layers.{layer}.attention"
+    if graph.operators is Operators.FUSED:
+        qkv = project(graph, normed, f"{at}.qkv")
+        tables = [graph.weight("rope.cos"), graph.weight("rope.sin")]
+        query, stored = f"{at}.query", f"{at}.stored"
+        graph.own(
+            "RotateAppend",
+            [qkv, "positions", "slots", *tables, f"key_{layer}", f"value_{layer}"],
+            [query, stored],
+        )
+        if kind in (Decoder.DECODE, Decoder.PREFIX) and has_own_attention(graph.description):
+            return _attend_alone(graph, query, layer, with_prefix=kind is Decoder.PREFIX)
+        if kind is Decoder.PREFIX:
+            return _attend_prefix(graph, query, layer)
+        rows = ("cumulative_lengths", "past_lengths", "block_table", "no_slots", "attention_metadata")
+        return _attend_paged(graph, [query, stored, stored], layer, at, do_rotary=0, rows=rows)
     if kind is Decoder.STEP:
         qkv = project(graph, normed, f"{at}.qkv")
         return _attend_paged(graph, [qkv, "", ""], layer, at, do_rotary=1)
@@ -321,7 +408,35 @@ def _attend_in(graph: GraphWriter, normed: str, layer: int, kind: Decoder) -> st
     value = project(graph, normed, f"{at}.v")
     if kind is Decoder.PROMPT:
         return _attend_paged(graph, [query, key, value], layer, at, do_rotary=0)
-    return _attend_prefix(graph, query, key, value, layer)
+    return _attend_prefix(graph, query, layer, own=(key, value))
+
+
+def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, *, with_prefix: bool) -> str:
+    """Attention of one token a row by our own operator, after the token itself is stored."""
+    description = graph.description
+    at = f"layers.{layer}.attention"
+    scale = 1 / math.sqrt(description.head_dim)
+    inputs = [query, f"key_{layer}", f"value_{layer}", "block_table", "past_lengths", "attention_room"]
+    if not with_prefix:
+        return graph.own("Attend", inputs, [at], scale=scale)
+    # All rows meet the prefix in one product for each KV head: its query heads of all rows against its keys.
+    kv_heads, dim = description.num_kv_heads, description.cache_head_dim
+    group = description.num_heads // kv_heads
+    by_row = graph.node("Reshape", [query, _constant(graph, "by_kv_head", [-1, kv_heads, group * dim])], [f"{at}.rows"])
+    by_head = graph.node("Transpose", [by_row], [f"{at}.heads.grouped"], perm=[1, 0, 2])
+    by_head = graph.node("Reshape", [by_head, _constant(graph, "by_head", [kv_heads, -1, dim])], [f"{at}.heads"])
+    scores = graph.node(
+        "FusedMatMul",
+        [by_head, f"prefix_key_{layer}"],
+        [f"{at}.scores"],
+        domain=MICROSOFT,
+        transB=1,
+        alpha=float(scale),
+    )
+    shares, weight = f"{at}.shares", f"{at}.weight"
+    graph.own("SoftmaxWeight", [scores], [shares, weight])
+    answer = graph.node("MatMul", [shares, f"prefix_value_{layer}"], [f"{at}.answer"])
+    return graph.own("AttendPrefixed", [*inputs, answer, weight], [at], scale=scale)
 
 
 def _attend_paged(
@@ -356,17 +471,19 @@ def _attend_paged(
     )
 
 
-def _gate(graph: GraphWriter, normed: str, at: str) -> str:
+def _feed_forward(graph: CudaGraphWriter, normed: str, at: str) -> str:
     """The feed-forward part, silu(gate) * up in one kernel: [T, hidden_size] → [T, hidden_size].
 
-    GatedRMSNorm is x / sqrt(mean(x^2) + epsilon) * scale * silu(gate), in float32. An epsilon that dwarfs the mean
-    leaves x / sqrt(epsilon), and the scale takes that back: exact where mean(up^2) < 64, else off by mean / 2^31. It
-    moves the activations once less than QuickGelu and Mul; for few rows those are faster (H200, 8 rows: 3 % of a step).
-    The whole row is one group: smaller ones are slower (H200, 8192 x 11008: 0.36 ms; halves 0.44, 128s 0.59; QuickGelu
-    and Mul 0.38).
+    Without our own operator: GatedRMSNorm is x / sqrt(mean(x^2) + epsilon) * scale * silu(gate), in float32. An epsilon
+    that dwarfs the mean leaves x / sqrt(epsilon), and the scale takes that back: exact where mean(up^2) < 64, else off
+    by mean / 2^31. It moves the activations once less than QuickGelu and Mul; for few rows those are faster (H200, 8
+    rows: 3 % of a step). The whole row is one group: smaller ones are slower (H200, 8192 x 11008: 0.36 ms; halves 0.44,
+    128s 0.59; QuickGelu and Mul 0.38).
     """
     gate = project(graph, normed, f"{at}.mlp.gate")
     up = project(graph, normed, f"{at}.mlp.up")
+    if graph.operators is Operators.FUSED:
+        return project(graph, graph.own("GatedProduct", [gate, up], [f"{at}.mlp.gated"]), f"{at}.mlp.down")
     scale = _scales(graph, "mlp.scale", graph.description.intermediate_size, math.sqrt(_DWARFING))
     gated = graph.node(
         "GatedRMSNorm",
@@ -389,8 +506,10 @@ def _rotate(graph: GraphWriter, values: str, size: int) -> str:
     return graph.node("Reshape", [rotated, _constant(graph, f"flat.{size}", [-1, size])], [f"{values}.rotated"])
 
 
-def _attend_prefix(graph: GraphWriter, query: str, key: str, value: str, layer: int) -> str:
+def _attend_prefix(graph: GraphWriter, query: str, layer: int, own: tuple[str, str] | None = None) -> str:
     """Attention of one token a row to a prefix that all rows share and to what each row has of its own.
+
+    own: each row's rotated key and its value, unless they are stored already.
 
     The prefix is one dense product for all rows, which gives each row and head its part O1 of the answer and the
     logarithm L1 of its weight. It joins the rest as one virtual token that stands behind the row's own: value O1, and
@@ -430,19 +549,20 @@ def _attend_prefix(graph: GraphWriter, query: str, key: str, value: str, layer: 
     virtual_key = node("Mul", [wide, node("Div", [weight, norm], "factor")], "virtual_key.float32")
     virtual_key = node("Cast", [virtual_key], "virtual_key.rows", to=ONNX_TYPES[_cuda_type(graph)])
     virtual_key = node("Reshape", [virtual_key, flat], "virtual_key")
-    # First the rows' tokens are written. To the operator they are one row of new tokens, whose attention is cheap; as
-    # rows of one token each they took longer than the attention that counts (H200, 512 rows).
-    written = _attend_paged(
-        graph,
-        [query, key, value],
-        layer,
-        f"{at}.written",
-        do_rotary=0,
-        rows=("one_row", "no_past", "no_table", "slots", "one_row_metadata"),
-    )
-    # Nothing of its answer is used, but adding zero times that keeps the two in order.
-    kept = node("Mul", [written, _scalar(graph, "nothing", 0.0, half=True)], "kept")
-    virtual_key = node("Add", [virtual_key, kept], "virtual_key.ordered")
+    if own:
+        # First the rows' tokens are written. To the operator they are one row of new tokens, whose attention is cheap;
+        # as rows of one token each they took longer than the attention that counts (H200, 512 rows).
+        written = _attend_paged(
+            graph,
+            [query, *own],
+            layer,
+            f"{at}.written",
+            do_rotary=0,
+            rows=("one_row", "no_past", "no_table", "slots", "one_row_metadata"),
+        )
+        # Nothing of its answer is used, but adding zero times that keeps the two in order.
+        kept = node("Mul", [written, _scalar(graph, "nothing", 0.0, half=True)], "kept")
+        virtual_key = node("Add", [virtual_key, kept], "virtual_key.ordered")
     return _attend_paged(
         graph,
         [query, virtual_key, virtual_value],
@@ -626,5 +746,5 @@ def _model(
         [helper.make_tensor_value_info(*value) for value in outputs],
         initializer=constants,
     )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1), helper.make_opsetid(OWN_DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="promptmill")

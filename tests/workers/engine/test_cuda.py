@@ -32,6 +32,8 @@ from workers.engine.sampling import RowSampler
 from workers.models.artifact import Artifact
 from workers.models.convert import convert
 from workers.models.cuda_graph import (
+    Decoder,
+    Operators,
     build_decoder_graph,
     build_sampler_graph,
     weight_shapes,
@@ -217,16 +219,23 @@ class Session:
 def _run_decoder(binding: Binding) -> None:
     pool, sources = binding.array("token_pool"), binding.array("token_sources")
     fed = pool[sources].copy()
-    cumulative, past = binding.array("cumulative_lengths"), binding.array("past_lengths")
+    past = binding.array("past_lengths")
+    attends_alone = "cumulative_lengths" not in binding.places  # with our own operator: one token a row
+    cumulative = np.arange(len(past) + 1) if attends_alone else binding.array("cumulative_lengths")
+    if "no_slots" in binding.places:
+        assert (binding.array("no_slots") == -1).all(), "PagedAttention stores nothing that we have stored"
+        assert binding.array("no_slots").shape == fed.shape
     table, cache, slots = binding.array("block_table"), binding.array("key_0"), binding.array("slots")
     flat = cache[:, :, 0, 0].reshape(-1).copy()  # the cache itself is written below
     flat[slots] = fed
     prefix = np.zeros(0, dtype=np.int64)
     if "prefix_key_0" in binding.places:
         prefix = binding.array("prefix_key_0")[0, :, 0].astype(np.int64)
-        flat[binding.array("virtual_slots")] = VIRTUAL
+        if not attends_alone:
+            flat[binding.array("virtual_slots")] = VIRTUAL
     cache[:, :, 0, 0] = flat.reshape(cache.shape[:2])
-    most_new, longest, _ = binding.metadata["attention_metadata"]
+    room = table.shape[1] * cache.shape[1]
+    most_new, longest, _ = (1, room, 1) if attends_alone else binding.metadata["attention_metadata"]
     contexts: list[np.ndarray] = []
     for row, (start, end) in enumerate(itertools.pairwise(cumulative)):
         assert end - start <= most_new
@@ -234,7 +243,7 @@ def _run_decoder(binding: Binding) -> None:
         values = cache[table[row], :, 0, 0].reshape(-1).astype(np.int64)
         for offset in range(end - start):
             own = values[: past[row] + offset + 1]
-            if prefix.size:
+            if prefix.size and not attends_alone:
                 assert own[-1] == VIRTUAL or past[row] == 0, "the virtual token is the last one"
                 own = own[:-1]
             if "positions" in binding.places and past[row]:
@@ -256,15 +265,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     stub = SimpleNamespace(
         InferenceSession=Session,
         RunOptions=RunOptions,
-        SessionOptions=lambda: SimpleNamespace(add_session_config_entry=lambda *_: None),
+        SessionOptions=lambda: SimpleNamespace(
+            add_session_config_entry=lambda *_: None, register_custom_ops_library=lambda _: None
+        ),
+        set_default_logger_severity=lambda _: None,
         OrtValue=SimpleNamespace(ortvalue_from_numpy=lambda values: values),
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", stub)
     return pretended
 
 
-def make_runner(**options: Any) -> CudaRunner:
-    weights = {name: DeviceTensor(1, shape) for name, shape in weight_shapes(TINY, 120).items()}
+def make_runner(model: ModelDescription = TINY, **options: Any) -> CudaRunner:
+    weights = {name: DeviceTensor(1, shape) for name, shape in weight_shapes(model, 120).items()}
     chosen = {
         "max_rows": 6,
         "context_length": 120,
@@ -273,15 +285,22 @@ def make_runner(**options: Any) -> CudaRunner:
         "split_min_rows": 3,
         **options,
     }
-    return CudaRunner(TINY, weights, dtype="float16", rotary_length=120, **chosen)
+    return CudaRunner(model, weights, dtype="float16", rotary_length=120, **chosen)
 
 
 @pytest.mark.parametrize("prefix_tokens", [(), (16, 32)])
+@pytest.mark.parametrize(
+    ("operators", "head_dim"), [(None, 16), (Path("operators.so"), 16), (Path("operators.so"), 64)]
+)
 def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
-    device: PretendedCuda, prefix_tokens: tuple[int, ...]
+    device: PretendedCuda, operators: Path | None, head_dim: int, prefix_tokens: tuple[int, ...]
 ) -> None:
-    """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong."""
-    runner = make_runner(prefix_tokens=prefix_tokens, prefix_min_rows=2)
+    """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong.
+
+    With ONNX Runtime's operators alone, with our own, and with heads that our own attention is made for.
+    """
+    model = _with_heads(head_dim)
+    runner = make_runner(model, prefix_tokens=prefix_tokens, prefix_min_rows=2, operators=operators)
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
@@ -294,6 +313,28 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
     engine.close()
     assert not device.memory, "device or pinned memory was not given back"
     assert not device.objects, "a stream or an event was not given back"
+
+
+def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: PretendedCuda) -> None:
+    grouped = ModelDescription(**{**TINY.to_json(), "head_dim": 64, "num_heads": 4})
+    assert not make_runner(grouped, prefix_tokens=(16,)).prefix_tokens
+    runner = make_runner(grouped, prefix_tokens=(16,), prefix_min_rows=2, operators=Path("operators.so"))
+    assert tuple(runner.prefix_tokens) == (16,)
+    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
+    prompts = [[5] * 20 + [token] for token in range(6)]
+    futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(30))) for prompt in prompts]
+    for prompt, future in zip(prompts, futures, strict=True):
+        assert list(future.result(60).completion_token_ids) == continuation(prompt, 30, frozenset([3]))[0]
+    engine.close()
+
+
+def test_no_prefill_is_larger_than_all_rows_together(device: PretendedCuda) -> None:
+    """Its tokens would find no place; nobody who chooses few rows should have to think of that."""
+    runner = make_runner(max_rows=2, context_length=16, prefill_tokens=64)
+    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=32)
+    asked = engine.submit(GenerationRequest([1, 2, 3], SamplingParameters(5)))
+    assert list(asked.result(60).completion_token_ids) == continuation([1, 2, 3], 5, frozenset([3]))[0]
+    engine.close()
 
 
 def test_sampled_rows_take_the_token_that_the_sampler_drew(device: PretendedCuda) -> None:
@@ -424,6 +465,16 @@ def test_the_decoder_takes_every_weight_as_input_and_nothing_else_large() -> Non
     assert set(weight_shapes(TINY, 120)) <= names
     assert all(list(tensor.dims) == [64] for tensor in model.graph.initializer)
     assert sum(node.op_type == "PagedAttention" for node in model.graph.node) == 2
+
+
+@pytest.mark.parametrize(("head_dim", "attention"), [(16, "PagedAttention"), (64, "Attend_float16")])
+def test_our_own_operators_take_the_place_of_several(head_dim: int, attention: str) -> None:
+    model = build_decoder_graph(_with_heads(head_dim), "float16", 120, Decoder.DECODE, Operators.FUSED)
+    ops = [node.op_type for node in model.graph.node]
+    for name in ("RotateAppend_float16", "GatedProduct_float16", attention):
+        assert ops.count(name) == 2, "once a layer"
+    assert ops.count("RowArgmax_float16") == 1
+    assert not {"QuickGelu", "RotaryEmbedding", "ArgMax"} & set(ops)
 
 
 @pytest.mark.parametrize("with_extras", [False, True])
