@@ -23,13 +23,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu import demo_artifact, hardware
+from benchmarks.pace import Pace
 from benchmarks.path import PathBench
 from jobs.dispatch import top_up
 from jobs.inputs import InputOptions
@@ -80,15 +81,25 @@ def measure_latency(artifact: Artifact, rate: float, seconds: float) -> dict[str
     ):
         asyncio.run(call_at_rate(port, artifact.model, 20.0, 3.0))  # warm up
         before = _cpu_seconds(process, bench)
-        calls = asyncio.run(call_at_rate(port, artifact.model, rate, seconds))
+        with Pace() as pace:
+            calls = asyncio.run(call_at_rate(port, artifact.model, rate, seconds))
         after = _cpu_seconds(process, bench)
         inside = _recorded(bench, list(calls))
-    times = list(calls.values())
+    times = [call.took_s for call in calls.values()]
     busy = {name: round((after[name] - before[name]) / len(times) * 1000, 2) for name in before}
-    figures = {"calls": len(times), "rate": rate, **percentiles_ms(times), "cpu_ms_a_call": busy, **inside}
+    at_speed = [call.took_s for call in calls.values() if not pace.is_slow(call.due)]
+    machine = {
+        "slow_machine_share": round(1 - len(at_speed) / len(times), 3),
+        "at_speed": percentiles_ms(at_speed) if at_speed else None,
+    }
+    figures = {"calls": len(times), "rate": rate, **percentiles_ms(times), "cpu_ms_a_call": busy, **inside, **machine}
     table = Table("", "ms", title=f"a chat call at {rate:g} calls/s, null engine")
     for name in ("p50_ms", "p90_ms", "p99_ms", "most_ms"):
         table.add_row(name.removesuffix("_ms"), f"{figures[name]:.1f}")
+    if at_speed:
+        row = percentiles_ms(at_speed)
+        table.add_row(f"p50, p99 of the {len(at_speed) / len(times):.0%} that", "")
+        table.add_row("met the machine at its speed", f"{row['p50_ms']:.1f}, {row['p99_ms']:.1f}")
     for name, value in busy.items():
         table.add_row(f"CPU a call, {name}", f"{value:.1f}")
     for name, value in inside.items():
@@ -160,19 +171,26 @@ def gateway(bench: PathBench) -> Iterator[tuple[int, psutil.Process]]:
         process.communicate()
 
 
-async def call_at_rate(port: int, model: str, rate: float, seconds: float) -> dict[int, float]:
-    """Request id -> seconds that its call took from when it was due. Connections are kept and taken in turn."""
+class TimedCall(NamedTuple):
+    """due: `time.perf_counter` seconds. took_s: from then to its answer."""
+
+    due: float
+    took_s: float
+
+
+async def call_at_rate(port: int, model: str, rate: float, seconds: float) -> dict[int, TimedCall]:
+    """By request id. Connections are kept and taken in turn."""
     connections: asyncio.Queue[Connection] = asyncio.Queue()
     for _ in range(32):
         connections.put_nowait(await Connection.open(port))
     message = request_of("/v1/chat/completions", chat(model, max_tokens=16))
-    times: dict[int, float] = {}
+    times: dict[int, TimedCall] = {}
 
     async def call(due: float) -> None:
         connection = await connections.get()
         body = await connection.call(message)
         took = time.perf_counter() - due
-        times[int(json.loads(body)["id"].rpartition("-")[2], 16)] = took
+        times[int(json.loads(body)["id"].rpartition("-")[2], 16)] = TimedCall(due, took)
         connections.put_nowait(connection)
 
     began = time.perf_counter()

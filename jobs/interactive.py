@@ -23,7 +23,7 @@ from storage import queries, transitions
 from storage.database import Connection, Database
 from storage.errors import InvalidRequest
 from storage.models import BatchStatus, Door
-from storage.queries import BatchRow, ResultRow
+from storage.queries import BatchRow
 from storage.transitions import NewBatch, NewRequest
 
 # A request in the queue for so long is looked for there, if its queue is empty: its message is lost.
@@ -45,6 +45,16 @@ class Asked:
     is_new: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a request ended, as its caller is told. status_code: None: it was never executed; error_code says why."""
+
+    request_id: int
+    status_code: int | None
+    response: str | None
+    error_code: str | None
+
+
 def write(
     database: Database,
     body: Body,
@@ -58,12 +68,14 @@ def write(
     custom_id: str | None = None,
     idempotency_key: str | None = None,
     reply_to: str | None = None,
+    is_known_tenant: bool = False,
     check: Callable[[Connection], None] | None = None,
 ) -> Asked:
     """Write a request, committed; follow with `send` if it is new. body: checked already, in its normal form.
 
-    timeout_s: it expires after so long. reply_to: a Redis channel on which its worker tells how it goes. check: called
-    in the transaction that writes it, before anything is written; what it raises refuses the request.
+    timeout_s: it expires after so long. reply_to: a Redis channel on which its worker tells how it goes.
+    is_known_tenant: the tenant has a row already. check: called in the transaction that writes the request, before
+    anything is written; what it raises refuses the request.
     Raises InvalidRequest `idempotency_key_reused`, StorageError.
     """
     text = body.to_json()
@@ -100,7 +112,9 @@ def write(
                 transitions.release_idempotency_key(connection, known.id)
         if check is not None:
             check(connection)
-        batch_id, request_id = transitions.create_interactive(connection, batch, request, now)
+        batch_id, request_id = transitions.create_interactive(
+            connection, batch, request, now, is_known_tenant=is_known_tenant
+        )
     return Asked(batch_id, request_id, batch.public_id, model)
 
 
@@ -152,10 +166,11 @@ def send_again(database: Database, celery: Celery, request_ids: Collection[int])
     return len(due)
 
 
-def result_of(database: Database, request_id: int) -> ResultRow | None:
-    """The answer to a request, or how else it ended; None while it is open."""
+def answers_of(database: Database, request_ids: Collection[int]) -> list[Answer]:
+    """Of these requests, how those ended that are not open."""
     with database.read() as connection:
-        return next(iter(queries.results_of(connection, [request_id])), None)
+        rows = queries.results_of(connection, request_ids)
+    return [Answer(row.request_id, row.status_code, row.response, row.error_code) for row in rows]
 
 
 def give_up(database: Database, celery: Celery, request_id: int, *, has_expired: bool = False) -> bool:

@@ -275,13 +275,6 @@ def _open_doors(database: Database, settings: Settings, observer: UpObserver) ->
     return doors
 
 
-def migrate(settings: Settings) -> str:
-    """Bring the database's schema to this version's. Returns the database's URL as it may be shown."""
-    with open_database(settings.database.url) as database:
-        upgrade_schema(database)
-        return database.shown_url
-
-
 def with_queue_url(settings: Settings, url: str) -> Settings:
     return settings.model_copy(update={"queue": settings.queue.model_copy(update={"url": url})})
 

@@ -8,7 +8,8 @@ A message is JSON on the caller's channel (`reply_to`), a list of
 `{"request": id, "attempt": n, "text": [[choice, at, text], ...], "ended": bool}`. `at` counts the characters of that
 choice's text before this piece, so that a listener who missed some, or hears a second attempt, knows. Text is told only
 once no later token can take it back: whole characters, and nothing that may be the beginning of a stop text. The end of
-a text is not told: it is in the answer.
+a text is not told: it is in the answer. With the end comes `"answer": {"status_code", "response", "error_code"}`, if
+that is short and its transaction is committed; without it, whoever waits looks in the database.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import redis
 import structlog
 
 from jobs.protocol import Endpoint
-from storage.transitions import ClaimedRequest
+from storage.transitions import ClaimedRequest, RequestOutcome
 from workers.answers import PreparedRequest
 from workers.engine.request import GenerationRequest
 from workers.tokenizer import IncrementalDecoder, Tokenizer
@@ -39,6 +40,8 @@ GROUP_S = 0.01
 AGAIN_S = 0.25
 # An end that could not be told for so long is forgotten: the caller has looked in the database by then.
 FORGET_END_S = 5.0
+# A longer answer is not told: reading it costs little then, and Redis keeps nothing large for a listener that is slow.
+LONGEST_TOLD = 65_536  # characters
 
 
 class SettledText:
@@ -89,13 +92,14 @@ class SettledText:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """What one attempt has to tell. told: characters of each choice that somebody heard."""
+    """What one attempt has to tell. told: characters of each choice that somebody heard. answer: recorded already."""
 
     request: ClaimedRequest
     channel: str
     texts: tuple[SettledText, ...]
     told: list[int]
     ended_at: float | None = None  # monotonic seconds
+    answer: RequestOutcome | None = None
 
     def news(self) -> dict[str, Any] | None:
         pieces = []
@@ -106,7 +110,14 @@ class _Reply:
         if not pieces and self.ended_at is None:
             return None
         is_ended = self.ended_at is not None
-        return {"request": self.request.id, "attempt": self.request.attempt, "text": pieces, "ended": is_ended}
+        news = {"request": self.request.id, "attempt": self.request.attempt, "text": pieces, "ended": is_ended}
+        if self.answer is not None and len(self.answer.response or "") <= LONGEST_TOLD:
+            news["answer"] = {
+                "status_code": self.answer.status_code,
+                "response": self.answer.response,
+                "error_code": self.answer.error_code,
+            }
+        return news
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +162,14 @@ class Replies:
             for choice, generation in enumerate(generations)
         )
 
-    def ended(self, claimed: ClaimedRequest) -> None:
-        """This attempt is over, however: the caller had better look."""
+    def ended(self, claimed: ClaimedRequest, answer: RequestOutcome | None = None) -> None:
+        """This attempt is over. answer: as it was recorded, committed; None: the caller had better look."""
         if claimed.reply_to is None:
             return
         reply = self._open.pop((claimed.id, claimed.attempt), None)
         if reply is None:
             reply = _Reply(claimed, claimed.reply_to, (), [])
+        reply.answer = answer
         self._handed.put(reply)
 
     def close(self) -> None:

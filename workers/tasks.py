@@ -212,19 +212,24 @@ def register_tasks(context: WorkerContext) -> None:
 
 def run_requests(context: WorkerContext, request_ids: Sequence[int]) -> None:
     """Claim these requests, run those that were free, and record how each ended."""
+    with context.company.together():
+        taken = _claim_and_run(context, request_ids, but_isolated=True)
+    left = set(request_ids) - taken
+    if not left:
+        return
     with context.database.read() as connection:
-        isolated = queries.isolated_requests(connection, request_ids)
-    free = sorted(set(request_ids) - set(isolated))
-    if free:
-        with context.company.together():
-            _claim_and_run(context, free)
+        isolated = queries.isolated_requests(connection, left)
     if isolated:
         with context.company.alone():
             log.info("isolation_begun", requests=len(isolated))
             _claim_and_run(context, isolated)
 
 
-def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
+def _claim_and_run(context: WorkerContext, request_ids: Sequence[int], *, but_isolated: bool = False) -> set[int]:
+    """Returns the requests that were claimed: none of them is in this worker's hands any more.
+
+    but_isolated: leave those in isolation alone.
+    """
     claimed_at = time.monotonic()
     now = context.database.now()
     tries = 0
@@ -232,25 +237,34 @@ def _claim_and_run(context: WorkerContext, request_ids: Sequence[int]) -> None:
     def claim(connection: Connection) -> list[ClaimedRequest]:
         nonlocal tries
         tries += 1
-        return claim_requests(connection, request_ids, worker=context.name, lease_s=context.leases.lease_s, now=now)
+        return claim_requests(
+            connection,
+            request_ids,
+            worker=context.name,
+            lease_s=context.leases.lease_s,
+            now=now,
+            but_isolated=but_isolated,
+        )
 
     claimed = context.database.retry(claim, durable=False)  # a claim that a crash forgets is one that nobody has run
     if tries > 1:
         _undo_unheard_claims(context, request_ids, claimed, now)
     if not claimed:
         log.debug("chunk_skipped", requests=len(request_ids))
-        return
+        return set()
     context.leases.hold(claimed)
     unrecorded = {request.id: request.attempt for request in claimed}
+    answers: Mapping[int, RequestOutcome] = {}
     try:
-        _run(context, claimed, claimed_at, unrecorded)
+        answers = _run(context, claimed, claimed_at, unrecorded)
     except StorageError as error:
         # The database stayed away too long: the leases run out, sweep returns the requests.
         log.error("chunk_not_recorded", requests=len(unrecorded), code=error.code, reason=error.message)
     finally:
         context.leases.let_go([request.id for request in claimed])
         for request in claimed:
-            context.replies.ended(request)
+            context.replies.ended(request, answers.get(request.id))
+    return {request.id for request in claimed}
 
 
 def _undo_unheard_claims(
@@ -268,10 +282,14 @@ def _undo_unheard_claims(
 
 def _run(
     context: WorkerContext, claimed: Sequence[ClaimedRequest], claimed_at: float, unrecorded: dict[int, int]
-) -> None:
-    """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way."""
+) -> Mapping[int, RequestOutcome]:
+    """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way.
+
+    Returns, of those that somebody waits for, the outcomes that are recorded, by request id.
+    """
     recorded: list[Future[set[int]]] = []
     handed_over: set[int] = set()  # to the recorder
+    awaited: dict[int, RequestOutcome] = {}
     released: dict[int, int] = {}
     failed: list[RequestOutcome] = []
     stopped: dict[int, int] = {}  # cancelled: the batch ends, or the lease was lost and somebody else answers it
@@ -296,6 +314,8 @@ def _run(
             for outcome in ended:
                 unrecorded.pop(outcome.request_id, None)
                 handed_over.add(outcome.request_id)
+                if is_urgent:
+                    awaited[outcome.request_id] = outcome
             ended.clear()
 
     running = 0
@@ -370,6 +390,7 @@ def _run(
     forgotten = (handed_over - counted) | stopped.keys()
     if forgotten:
         context.database.retry(lambda connection: unqueue_requests(connection, forgotten))
+    return {request_id: outcome for request_id, outcome in awaited.items() if request_id in counted}
 
 
 def _take_all(finished: SimpleQueue[_Running]) -> Iterator[_Running]:

@@ -54,6 +54,7 @@ def create_app(settings: Settings) -> FastAPI:
             app.state.rate = RequestRate(redis_url(served.queue.url))
             stack.push_async_callback(app.state.rate.close)
             app.state.standing = Standing(database, served.artifacts_dir)
+            stack.push_async_callback(app.state.standing.close)
             app.state.replies = await stack.enter_async_context(Replies(app.state.gateway, redis_url(served.queue.url)))
             app.state.validator = stack.enter_context(Validator(database, served))
             yield
@@ -82,6 +83,8 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI) -> None:
+    # Routes are tried in turn, each at a cost: first those of which there are many calls, and somebody waits for each.
+    app.include_router(completions.router)
     app.include_router(health.router)
     app.include_router(metrics.router)
     app.include_router(files.router)
@@ -89,5 +92,4 @@ def _add_routes(app: FastAPI) -> None:
     app.include_router(extensions.router)
     app.include_router(webhooks.router)
     app.include_router(usage.router)
-    app.include_router(completions.router)
     app.include_router(models.router)

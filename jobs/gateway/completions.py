@@ -30,7 +30,7 @@ from jobs.gateway.overload import Limits, Load, judge
 from jobs.gateway.replies import Replies, Wait
 from jobs.gateway.standing import ModelStanding, Standing
 from jobs.gateway.state import Gateway
-from jobs.interactive import Asked
+from jobs.interactive import Answer, Asked
 from jobs.keys import Caller
 from jobs.protocol import Body, ChatBody, Endpoint, Message
 from jobs.quotas import TenantBook, check_queued_tokens
@@ -39,7 +39,6 @@ from storage import queries
 from storage.database import Connection
 from storage.errors import InvalidRequest
 from storage.models import Door
-from storage.queries import ResultRow
 
 router = APIRouter(tags=["chat and completions"])
 
@@ -66,7 +65,8 @@ class Calls:
     tenants: TenantBook
 
 
-def calls_of(http_request: Request) -> Calls:
+async def calls_of(http_request: Request) -> Calls:
+    """A coroutine, as FastAPI calls a plain function in a thread."""
     state = http_request.app.state
     return Calls(state.gateway, state.replies, state.standing, state.tenants)
 
@@ -234,8 +234,7 @@ async def _begin(endpoint: Endpoint, body: Body, calls: Calls, caller: Caller, i
     has_quota = tenant is not None and tenant.max_queued_prompt_tokens is not None
 
     def check(connection: Connection) -> None:
-        if has_quota:
-            check_queued_tokens(connection, caller.tenant, adding=estimate_prompt_tokens(body.to_json()))
+        check_queued_tokens(connection, caller.tenant, adding=estimate_prompt_tokens(body.to_json()))
 
     def write() -> Asked:
         return interactive.write(
@@ -249,7 +248,8 @@ async def _begin(endpoint: Endpoint, body: Body, calls: Calls, caller: Caller, i
             api_key_id=caller.api_key_id,
             idempotency_key=idempotency_key,
             reply_to=calls.replies.channel,
-            check=check,
+            is_known_tenant=tenant is not None,
+            check=check if has_quota else None,
         )
 
     until = monotonic() + limits.request_timeout_s
@@ -296,17 +296,17 @@ class _Call:
 
     def abandon(self) -> None:
         """The caller went away."""
-        if not self.is_kept and self.wait.result is None:
+        if not self.is_kept and self.wait.answer is None:
             self.replies.later(self._give_up())
         self.end()
 
     async def _give_up(self, *, has_expired: bool = False) -> None:
         await self.replies.give_up(self.wait, has_expired=has_expired)
 
-    async def outcome(self, receive: Receive) -> ResultRow | None:
+    async def outcome(self, receive: Receive) -> Answer | None:
         """The answer. None: the caller went away. Raises ApiError 504 when the time is over."""
         try:
-            result: ResultRow = await _unless_gone(self._answered(), receive, self.until - monotonic())
+            result: Answer = await _unless_gone(self._answered(), receive, self.until - monotonic())
         except _CallerGone:
             self.abandon()
             return None
@@ -317,7 +317,7 @@ class _Call:
             self.end()
         return result
 
-    async def first_news(self, receive: Receive) -> ResultRow | None:
+    async def first_news(self, receive: Receive) -> Answer | None:
         """Wait for the first sign of how it goes, for a while. The answer, if it has come already."""
         try:
             await _unless_gone(self._stirred(), receive, min(STATUS_WAIT_S, self.until - monotonic()))
@@ -329,17 +329,17 @@ class _Call:
         except BaseException:
             self.abandon()
             raise
-        return self.wait.result
+        return self.wait.answer
 
-    async def _answered(self) -> ResultRow:
+    async def _answered(self) -> Answer:
         while True:
-            result = await self.replies.result(self.wait)
+            result = await self.replies.answer(self.wait)
             if result is not None:
                 return result
             await self.wait.news(HEARTBEAT_S)
 
     async def _stirred(self) -> None:
-        while await self.replies.result(self.wait) is None and not any(self.wait.heard):
+        while await self.replies.answer(self.wait) is None and not any(self.wait.heard):
             await self.wait.news(STATUS_WAIT_S)
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -374,7 +374,7 @@ class _Call:
             yield chunks.opening(choice)
         spoke_at = monotonic()
         while True:
-            result = await self.replies.result(self.wait)
+            result = await self.replies.answer(self.wait)
             if self.wait.differs:
                 yield event(error_body(text_differs()))
                 return
@@ -398,7 +398,7 @@ class _Call:
                 yield HEARTBEAT
                 spoke_at = monotonic()
 
-    def _ending(self, chunks: Chunks, result: ResultRow, sent: list[int], is_live: bool) -> list[bytes]:
+    def _ending(self, chunks: Chunks, result: Answer, sent: list[int], is_live: bool) -> list[bytes]:
         """What is left to send once the answer is there."""
         try:
             answer = _good(result)
@@ -455,7 +455,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _good(result: ResultRow) -> dict[str, Any]:
+def _good(result: Answer) -> dict[str, Any]:
     """The response body of an answered request. Raises ApiError for one that was not."""
     _refuse_unexecuted(result)
     body: dict[str, Any] = json.loads(result.response or "{}")
@@ -467,7 +467,7 @@ def _good(result: ResultRow) -> dict[str, Any]:
     )
 
 
-def _refuse_unexecuted(result: ResultRow) -> None:
+def _refuse_unexecuted(result: Answer) -> None:
     """Raise ApiError for a request that came to no answer of its own: out of time, or cancelled by somebody else."""
     if result.error_code in TIMED_OUT:
         raise timed_out()

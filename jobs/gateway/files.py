@@ -6,14 +6,16 @@ Uploads stream to the disk. Each file belongs to a tenant; another's is not ther
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from jobs.gateway.errors import ApiError, not_found
+from jobs.gateway.errors import ApiError, not_found, render
 from jobs.gateway.identity import KnownCaller
 from jobs.gateway.schemas import DeletedFile, FileList, FileObject
 from jobs.gateway.state import Gateway, TheGateway
@@ -127,20 +129,54 @@ def get_file(file_id: str, gateway: TheGateway, caller: KnownCaller) -> dict[str
 def get_content(file_id: str, gateway: TheGateway, caller: KnownCaller) -> Response:
     with gateway.database.read() as connection:
         row = _find(connection, caller, file_id)
+    missing = ApiError(
+        404,
+        f"the contents of {row.public_id} are not in this gateway's files folder; gateways and workers of one database "
+        "share one folder",
+        code="file_content_missing",
+        param="id",
+    )
     path = gateway.files_dir / row.path
-    if not path.is_file():
-        raise ApiError(
-            404,
-            f"the contents of {row.public_id} are not in this gateway's files folder; gateways and workers of one "
-            "database share one folder",
-            code="file_content_missing",
-            param="id",
-        )
-    return FileResponse(
+    try:
+        stat_result = path.stat()
+    except FileNotFoundError:
+        raise missing from None
+    return StoredFile(
         path,
+        missing,
+        stat_result=stat_result,
         media_type="application/octet-stream",
         headers={"content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}"},
     )
+
+
+class StoredFile(FileResponse):
+    """A file's contents, or `missing` when it is deleted before they are opened.
+
+    The status is held back until the first bytes are read: from then on the open file stays whole, deleted or not.
+    """
+
+    def __init__(self, path: Path, missing: ApiError, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._missing = missing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held: Message | None = None
+
+        async def send_opened(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start":
+                held = message
+                return
+            if held is not None:
+                start, held = held, None
+                await send(start)
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_opened)
+        except FileNotFoundError:
+            await render(self._missing)(scope, receive, send)
 
 
 @router.delete("/{file_id}", summary="Delete a file", response_model=DeletedFile)

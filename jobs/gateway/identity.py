@@ -8,6 +8,7 @@ needs one.
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -77,6 +78,7 @@ def check_binding(host: str, *, open_on_loopback: bool) -> bool:
     return open_on_loopback
 
 
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that is bound to `host`."""
     if host.lower() == "localhost":

@@ -1,8 +1,9 @@
 """Who waits for which request in this process, and what was heard of it.
 
-Workers tell on a channel of this process's own, over one connection for all calls. That is a courtesy: once a second
-the database is asked about all that are waited for, in one read, so a message that was lost, or a Redis that was away,
-costs a second and not the answer. The same look sends requests again that no message stands for.
+Workers tell on a channel of this process's own, over one connection for all calls, and tell the answer too, once it is
+recorded. That is a courtesy: once a second the database is asked about all that are waited for, in one read, so a
+message that was lost, or a Redis that was away, costs a second and not the answer. The same look sends requests again
+that no message stands for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from redis.exceptions import RedisError
 
 from jobs import interactive
 from jobs.gateway.state import Gateway
-from jobs.interactive import Asked
+from jobs.interactive import Answer, Asked
 from jobs.queue import interactive_entry, queue_name
-from storage import queries, transitions
+from storage import transitions
 from storage.errors import StorageError
-from storage.queries import ResultRow
 
 # How often the database is asked about all requests that are waited for.
 LOOK_S = 1.0
@@ -53,7 +53,7 @@ class Wait:
         self.heard = [""] * choices
         self.differs = False
         self.may_have_ended = False
-        self.result: ResultRow | None = None
+        self.answer: Answer | None = None
         self.began_at = monotonic()
         self._attempt = 0
         self._changed = asyncio.Event()
@@ -71,11 +71,14 @@ class Wait:
             if not piece.startswith(again):
                 self.differs = True
             self.heard[choice] = heard + piece[len(again) :]
+        told = event.get("answer")
+        if told is not None:
+            self.take(Answer(self.request_id, **told))
         self.may_have_ended = self.may_have_ended or event["ended"]
         self._changed.set()
 
-    def answer(self, result: ResultRow) -> None:
-        self.result = result
+    def take(self, answer: Answer) -> None:
+        self.answer = answer
         self._changed.set()
 
     async def news(self, timeout_s: float) -> bool:
@@ -149,12 +152,13 @@ class Replies:
         if not others:
             self._waits.pop(wait.request_id, None)
 
-    async def result(self, wait: Wait) -> ResultRow | None:
-        """The answer, if there is reason to look and it is there."""
-        if wait.result is None and wait.may_have_ended:
+    async def answer(self, wait: Wait) -> Answer | None:
+        """The answer, if it was told, or there is reason to look and it is there."""
+        if wait.answer is None and wait.may_have_ended:
             wait.may_have_ended = False
-            wait.result = await self.in_thread(lambda: interactive.result_of(self._database, wait.request_id))
-        return wait.result
+            found = await self.in_thread(lambda: interactive.answers_of(self._database, [wait.request_id]))
+            wait.answer = wait.answer or next(iter(found), None)
+        return wait.answer
 
     async def give_up(self, wait: Wait, *, has_expired: bool) -> None:
         """End a request for whose answer nobody waits."""
@@ -211,26 +215,25 @@ class Replies:
             ids = [
                 request_id
                 for request_id, waits in list(self._waits.items())  # threads add to it
-                if any(wait.result is None and monotonic() - wait.began_at > LOOK_S for wait in waits)
+                if any(wait.answer is None and monotonic() - wait.began_at > LOOK_S for wait in waits)
             ]
             if not ids:
                 continue
             try:
-                results = await self.in_thread(lambda ids=ids: self._ask_about(ids))  # type: ignore[misc]
+                answers = await self.in_thread(lambda ids=ids: self._ask_about(ids))  # type: ignore[misc]
             except StorageError as error:
                 log.warning("answers_not_read", code=error.code, reason=error.message)
                 continue
             except Exception as error:  # this loop is what a lost message is made good by: it must not end
                 log.error("answers_not_read", exc_info=error)
                 continue
-            for result in results:
-                for wait in self._waits.get(result.request_id, ()):
-                    wait.answer(result)
+            for answer in answers:
+                for wait in self._waits.get(answer.request_id, ()):
+                    wait.take(answer)
 
-    def _ask_about(self, ids: list[int]) -> list[ResultRow]:
-        with self._database.read() as connection:
-            results = queries.results_of(connection, ids)
-        left = set(ids) - {result.request_id for result in results}
+    def _ask_about(self, ids: list[int]) -> list[Answer]:
+        answers = interactive.answers_of(self._database, ids)
+        left = set(ids) - {answer.request_id for answer in answers}
         if left:
             interactive.send_again(self._database, self._celery, left)
-        return results
+        return answers

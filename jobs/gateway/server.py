@@ -6,6 +6,7 @@ More throughput comes from more processes behind a reverse proxy, which also bri
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -130,5 +131,8 @@ def serve(settings: Settings, note: Any) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with an upload is told to its sender
     server = make_server(settings, note)
+    # Modules, routes and models stay as long as the process; a full collection would walk them for 75 ms.
+    gc.collect()
+    gc.freeze()
     server.run()
     return 0 if server.started else 1

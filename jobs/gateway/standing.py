@@ -1,4 +1,7 @@
-"""How things stand, read at most twice a second however many calls come: models, their workers, their waiting lines."""
+"""How things stand, read at most twice a second however many calls come: models, their workers, their waiting lines.
+
+Calls do not wait for a reading while the last one is fresh enough: it goes on behind them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from fastapi.concurrency import run_in_threadpool
 
 from jobs.artifacts import ModelNotFound, find_artifact, known_artifacts
@@ -19,6 +23,10 @@ from storage.models import WorkerStatus
 
 # A model that appears, or a line that grows, is noticed so soon.
 KNOWN_FOR_S = 0.5
+# While a new reading is under way the last one serves, up to this age.
+OLDEST_S = 1.0
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +51,31 @@ class Standing:
         self._seen: dict[str, float] | None = None  # models that had workers once -> since when
         self._models: Mapping[str, ModelStanding] = {}
         self._read_at = float("-inf")
-        self._lock = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     async def models(self) -> Mapping[str, ModelStanding]:
         """By name: models that have workers or lately had, and those whose artifact lies in the home.
 
         Raises StorageError.
         """
-        if time.monotonic() - self._read_at > KNOWN_FOR_S:
-            async with self._lock:
-                if time.monotonic() - self._read_at > KNOWN_FOR_S:
-                    self._models = await run_in_threadpool(self._read)
-                    self._read_at = time.monotonic()
+        age_s = time.monotonic() - self._read_at
+        if age_s > KNOWN_FOR_S:
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read_anew())
+                self._reading.add_done_callback(_note_failure)
+            if age_s > OLDEST_S:
+                await asyncio.shield(self._reading)  # a caller who goes away does not end it for the others
         return self._models
+
+    async def close(self) -> None:
+        """Wait for the reading that is under way."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    async def _read_anew(self) -> None:
+        began_at = time.monotonic()
+        self._models = await run_in_threadpool(self._read)
+        self._read_at = began_at
 
     def _read(self) -> Mapping[str, ModelStanding]:
         now = self._database.now()
@@ -91,3 +111,9 @@ class Standing:
                 oldest_s=max(0.0, now - since),
             )
         return found
+
+
+def _note_failure(reading: asyncio.Task[None]) -> None:
+    """Whoever waits is told what went wrong. With nobody waiting the next call tries again."""
+    if not reading.cancelled() and reading.exception() is not None:
+        log.warning("standing_not_read", reason=type(reading.exception()).__name__)

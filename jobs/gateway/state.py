@@ -23,7 +23,8 @@ class Gateway:
     files_dir: Path
 
 
-def gateway_of(http_request: Request) -> Gateway:
+async def gateway_of(http_request: Request) -> Gateway:
+    """A coroutine, as FastAPI calls a plain function in a thread."""
     gateway: Gateway = http_request.app.state.gateway
     return gateway
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from jobs.protocol import Endpoint
 from jobs.queue import redis_url
-from storage.transitions import ClaimedRequest
+from storage.models import RequestStatus
+from storage.transitions import ClaimedRequest, RequestOutcome
 from tests.conftest import wait_until
 from workers.answers import PreparedRequest
 from workers.engine.request import GenerationRequest, SamplingParameters
-from workers.replies import Replies, SettledText
+from workers.replies import LONGEST_TOLD, Replies, SettledText
 from workers.tokenizer import StopStrings, Tokenizer
 
 CHANNEL = "promptmill.replies.test"
@@ -109,6 +110,17 @@ def prepared(request: ClaimedRequest, choices: int = 1, **options: Any) -> Prepa
     )
 
 
+def outcome(attempt: int, response: str) -> RequestOutcome:
+    return RequestOutcome(
+        request_id=7,
+        batch_id=1,
+        attempt_number=attempt,
+        status=RequestStatus.COMPLETED,
+        status_code=200,
+        response=response,
+    )
+
+
 def push(generation: GenerationRequest, text: str) -> None:
     assert generation.on_token is not None
     for token in text.encode():
@@ -125,6 +137,7 @@ class Listener:
             pass
         self.texts: dict[tuple[int, int], str] = {}
         self.ended: list[int] = []
+        self.answers: list[dict[str, Any] | None] = []
 
     def hear(self) -> bool:
         message = self._subscription.get_message(timeout=0.05)
@@ -135,6 +148,7 @@ class Listener:
                 self.texts[event["attempt"], choice] = known + text
             if event["ended"]:
                 self.ended.append(event["attempt"])
+                self.answers.append(event.get("answer"))
         return bool(message)
 
     def wait_for(self, attempt: int, choice: int, text: str) -> None:
@@ -178,6 +192,18 @@ def test_a_caller_who_wants_no_stream_hears_of_the_end_alone(replies: Replies, q
     replies.ended(claimed(attempt=3))
     wait_until(lambda: listener.hear() and listener.ended == [3], what="the end")
     assert listener.texts == {}
+
+
+def test_an_answer_that_is_recorded_is_told_with_the_end_unless_it_is_long(
+    replies: Replies, queue_client: redis.Redis
+) -> None:
+    """Whoever waits then need not ask the database for it."""
+    listener = Listener(queue_client)
+    long = "x" * (LONGEST_TOLD + 1)
+    for attempt, response in ((1, '{"choices": []}'), (2, long)):
+        replies.ended(claimed(attempt=attempt), outcome(attempt, response))
+        wait_until(lambda attempt=attempt: listener.hear() and attempt in listener.ended, what="the end")
+    assert listener.answers == [{"status_code": 200, "response": '{"choices": []}', "error_code": None}, None]
 
 
 def test_a_request_that_somebody_waits_for_ends_with_its_time(replies: Replies) -> None:

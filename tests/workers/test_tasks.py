@@ -13,8 +13,8 @@ from jobs.settings import QueueSettings
 from storage import queries, transitions
 from storage.database import Connection, Database
 from storage.errors import StorageError
-from storage.models import RequestStatus
-from storage.transitions import REQUESTS, ClaimedRequest, NewBatch, NewRequest
+from storage.models import REQUESTS, RequestStatus
+from storage.transitions import ClaimedRequest, NewBatch, NewRequest
 from tests.checkpoints import DESCRIPTION, random_weights, save_huggingface
 from workers.answers import Served
 from workers.engine.null import NullEngine
@@ -86,6 +86,19 @@ def run(
     leases.close()
 
 
+class Company:
+    """Notes who is in the worker's hands together."""
+
+    def __init__(self, leases: LeaseKeeper) -> None:
+        self.hands: list[list[int]] = []
+        self._hold = leases.hold
+        leases.hold = self.note  # type: ignore[method-assign]
+
+    def note(self, claimed: Sequence[ClaimedRequest]) -> None:
+        self.hands.append([request.id for request in claimed])
+        self._hold(claimed)
+
+
 def standing(database: Database) -> dict[RequestStatus, int]:
     with database.read() as connection:
         return queries.count_requests(connection, 1)
@@ -122,3 +135,15 @@ def test_a_claim_whose_commit_went_through_unheard_is_handed_back(
     run(database, app, queue_url, artifact, LeaseKeeper(database, "w", 60.0), ids)
     assert unheard == [{RequestStatus.RUNNING: 3}]
     assert standing(database) == {RequestStatus.PENDING: 3}
+
+
+def test_a_suspect_of_a_message_runs_after_the_others_and_alone(
+    database: Database, app: Celery, queue_url: str, artifact: Artifact, ids: list[int]
+) -> None:
+    with database.write() as connection:
+        connection.execute(REQUESTS.update().where(REQUESTS.c.id == ids[1]).values(isolation=1))
+    leases = LeaseKeeper(database, "w", 60.0)
+    company = Company(leases)
+    run(database, app, queue_url, artifact, leases, ids)
+    assert company.hands == [[ids[0], ids[2]], [ids[1]]]
+    assert standing(database) == {RequestStatus.COMPLETED: 3}

@@ -19,7 +19,7 @@ from jobs.worker_process import WorkerProcess
 from storage import queries, transitions
 from storage.bulk import insert_rows
 from storage.database import Database, open_database
-from storage.models import BatchStatus, Door, FilePurpose
+from storage.models import FILES, BatchStatus, Door, FilePurpose
 from storage.transitions import NewBatch
 from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import (
@@ -447,5 +447,5 @@ def add_files(database: Database, tenant: str, count: int) -> list[str]:
         for number in range(count)
     ]
     with database.write() as connection:
-        insert_rows(connection, transitions.FILES, rows)
+        insert_rows(connection, FILES, rows)
     return [str(row["public_id"]) for row in rows]

@@ -18,7 +18,7 @@ import pytest
 import redis
 from celery import Celery
 
-from jobs import celery_door
+from jobs import celery_door, inbox
 from jobs.audit import audit_request
 from jobs.celery_door import NoTask, parse_message
 from jobs.doors import serve_doors
@@ -121,14 +121,18 @@ def _doors(settings: Settings) -> Iterator[Settings]:
     opened = threading.Event()
     observer = UpObserver(note=lambda _text: opened.set())
     thread = threading.Thread(target=serve_doors, args=(settings, observer, signals))
-    thread.start()
-    try:
-        assert opened.wait(PATIENCE_S)
-        yield settings
-    finally:
-        signals.add()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    with pytest.MonkeyPatch.context() as patch:
+        # Each door looks whether it is to close only when a read ends, with something or nothing.
+        patch.setattr(celery_door, "TAKE_S", 0.1)
+        patch.setattr(inbox, "READ_S", 0.1)
+        thread.start()
+        try:
+            assert opened.wait(PATIENCE_S)
+            yield settings
+        finally:
+            signals.add()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from celery import Celery
 
 from jobs import interactive
 from jobs.gateway.replies import Wait
+from jobs.interactive import Answer
 from jobs.protocol import Endpoint, parse_body
 from jobs.queue import GIVE_UP, make_app
 from jobs.queue_server import open_queue_server
@@ -413,6 +414,13 @@ def test_a_second_attempt_that_answers_otherwise_ends_the_stream_with_an_error()
     assert not wait.differs
     tell(wait, 3, 0, "Twice")
     assert wait.differs
+
+
+def test_an_answer_that_comes_with_the_end_is_the_answer() -> None:
+    wait = Wait(7, 1)
+    told = {"status_code": 200, "response": "{}", "error_code": None}
+    wait.note({"request": 7, "attempt": 1, "text": [], "ended": True, "answer": told})
+    assert wait.answer == Answer(7, 200, "{}", None)
 
 
 def tell(wait: Wait, attempt: int, at: int, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,6 +19,8 @@ import openai
 import psutil
 import pytest
 
+from jobs.gateway.errors import ApiError
+from jobs.gateway.files import StoredFile
 from jobs.gateway.uploads import MAX_FILENAME_CHARACTERS, shown_filename
 from storage import files
 from storage.database import Database
@@ -230,6 +234,27 @@ class TestContent:
         answer = shared_client.files.with_raw_response.content(made.id, extra_headers={"range": "bytes=2-5"})
         assert answer.http_response.status_code == 206
         assert answer.http_response.content == jsonl([chat_line("a")])[2:6]
+
+    def test_contents_that_go_while_they_are_asked_for_are_not_found(self, tmp_path: Path) -> None:
+        """Between the look at the file and its opening somebody may delete it: that is no failure of ours."""
+        path = tmp_path / "kept"
+        path.write_bytes(LINES)
+        missing = ApiError(404, "it is gone", code="file_content_missing")
+        answer = StoredFile(path, missing, stat_result=path.stat())
+        path.unlink()
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            raise AssertionError("nothing is read")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "headers": [], "asgi": {"version": "3.0", "spec_version": "2.4"}}
+        asyncio.run(answer(scope, receive, send))
+        assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+        assert sent[0]["status"] == 404
+        assert json.loads(sent[1]["body"])["error"]["code"] == "file_content_missing"
 
     def test_contents_that_are_gone_are_said_to_be(
         self, shared_gateway: RunningGateway, shared_client: openai.OpenAI

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import gzip
 import json
 import random
@@ -190,14 +190,16 @@ def speak(gateway: RunningGateway, sent: bytes) -> bytes:
     """Send bytes and read what comes until the door is closed, gently or not."""
     host, _, port = gateway.url.removeprefix("http://").partition(":")
     answer = b""
-    with (
-        socket.create_connection((host, int(port)), timeout=60) as connection,
-        contextlib.suppress(ConnectionError),
-    ):
-        connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
-        while piece := connection.recv(65_536):
-            answer += piece
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(65_536):
+                answer += piece
+        except OSError as error:
+            # Not connected: the door was closed between the last byte and the shutdown.
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
     return answer
 
 
