@@ -1,6 +1,7 @@
-"""What each command of `jobs/cli.py` does: call the plain functions, print what they return, say the exit code.
+"""What most commands of `jobs/cli.py` do: call the plain functions, print what they return, say the exit code.
 
-Celery, Jinja and the formats of inputs are imported by the commands that need them: looking at a batch needs none.
+Logging, Celery, Jinja and the formats of lines are imported by the commands that need them: looking at a batch needs
+none, and should feel immediate. A test holds which modules it imports.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import Console
 
 from jobs import steering
 from jobs.artifacts import FoundArtifact, ModelNotFound, find_artifact, known_artifacts
-from jobs.logs import set_up_logs
-from jobs.protocol import dump_json
 from jobs.report import (
     attempt_facts,
     batches_table,
@@ -29,10 +27,9 @@ from jobs.report import (
     progress_display,
     summary_table,
 )
-from jobs.results import STDOUT, WrittenResults, render_result, summarise, write_results
 from jobs.settings import Settings, load_settings
 from jobs.steering import standing
-from jobs.worker_process import serving_workers
+from jobs.summary import summarise
 from storage import queries
 from storage.database import Database, check_schema, open_database, upgrade_schema
 from storage.errors import PromptmillError
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
     from jobs.audit import RequestAudit
     from jobs.doctor import Finding
     from jobs.inputs import InputOptions
+    from jobs.results import WrittenResults
 
 EXIT_ALL_ANSWERED = 0
 EXIT_SOME_FAILED = 1
@@ -90,6 +88,7 @@ def submit(input_path: str, given: Mapping[str, Any]) -> int:
     from jobs.source import open_source
     from jobs.submit import BatchOptions
     from jobs.submit import submit as submit_batch
+    from jobs.worker_process import serving_workers
 
     settings = _settings("submit")
     console = Console(stderr=True, quiet=given["quiet"])
@@ -128,7 +127,7 @@ def submit(input_path: str, given: Mapping[str, Any]) -> int:
 
 
 def list_batches(status: str | None, limit: int, as_json: bool) -> int:
-    with _database(_settings("list")) as database:
+    with _database(load_settings()) as database:
         batches = steering.list_batches(database, stands=status, limit=limit)
         now = database.now()
     if as_json:
@@ -142,7 +141,7 @@ def list_batches(status: str | None, limit: int, as_json: bool) -> int:
 
 
 def show(named: str, full: bool, as_json: bool) -> int:
-    with _database(_settings("show")) as database:
+    with _database(load_settings()) as database:
         batch = steering.find_batch(database, named)
         summary = summarise(database, batch.id) if full or batch.total_requests <= SMALL_BATCH else None
         now = database.now()
@@ -206,6 +205,8 @@ def _watch(database: Database, batch: BatchRow, console: Console) -> int:
 
 
 def results(named: str, output: str, follow: bool, cursor: int) -> int:
+    from jobs.results import render_result, write_results
+
     console = Console(stderr=True)
     with _database(_settings("results")) as database:
         batch = steering.find_batch(database, named)
@@ -349,78 +350,6 @@ def _print_audit(found: RequestAudit, text: bool) -> None:
         print(f"\nanswered:\n{record.response}")
 
 
-# --- steering ----------------------------------------------------------------------------------------------------
-
-
-def cancel(named: str) -> int:
-    settings = _settings("cancel")
-    with _database(settings) as database:
-        _say(steering.cancel(database, steering.find_batch(database, named), settings.files_dir))
-    return 0
-
-
-def pause(named: str) -> int:
-    with _database(_settings("pause")) as database:
-        _say(steering.pause(database, steering.find_batch(database, named)))
-    return 0
-
-
-def resume(named: str) -> int:
-    with _database(_settings("resume")) as database:
-        _say(steering.resume(database, steering.find_batch(database, named)))
-    return 0
-
-
-def retry_failed(named: str) -> int:
-    with _database(_settings("retry")) as database:
-        batch = steering.find_batch(database, named)
-        lines = steering.retry_failed(database, batch)
-    Console(stderr=True).print(f"{batch.public_id}: {lines:,} lines run again", highlight=False, soft_wrap=True)
-    return 0
-
-
-def set_urgency(named: str, priority: int | None, deadline: str | None) -> int:
-    with _database(_settings("set")) as database:
-        batch = steering.find_batch(database, named)
-        expires_at = None if deadline is None else steering.parse_deadline(deadline, database.now())
-        clears = deadline is not None and expires_at is None
-        batch = steering.set_urgency(database, batch, priority=priority, expires_at=expires_at, clear_deadline=clears)
-    until = f", deadline {instant(batch.expires_at)}" if batch.expires_at else ""
-    _say(batch, f", priority {batch.priority}{until}")
-    return 0
-
-
-def purge(older_than: str, rows: bool, yes: bool) -> int:
-    settings = _settings("purge")
-    older_than_s = steering.parse_age(older_than)
-    what = "all records of requests" if rows else "prompts and answers"
-    if not yes and not _confirms(f"remove {what} of batches that ended more than {older_than} ago?"):
-        click.echo("nothing was purged", err=True)
-        return 0
-    with _database(settings) as database:
-        purged = steering.purge(database, settings.files_dir, older_than_s=older_than_s, rows=rows)
-    Console(stderr=True).print(
-        f"purged {what} of {purged.batches:,} batches, {purged.requests:,} requests", highlight=False
-    )
-    return 0
-
-
-def _confirms(question: str) -> bool:
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort:  # Ctrl-C, or standard input has ended
-        click.echo(err=True)  # the question's line has no end yet
-        if sys.stdin.isatty():
-            raise KeyboardInterrupt from None
-        raise steering.SteeringError(
-            "nobody answered, so nothing was done; give --yes where nobody can be asked", code="not_confirmed"
-        ) from None
-
-
-def _say(batch: BatchRow, more: str = "") -> None:
-    Console(stderr=True).print(f"{batch.public_id}: {standing(batch)}{more}", highlight=False, soft_wrap=True)
-
-
 # --- services ----------------------------------------------------------------------------------------------------
 
 
@@ -490,9 +419,8 @@ def tick() -> int:
 
 
 def migrate() -> int:
-    from jobs.up import migrate as migrate_database
-
-    shown_url = migrate_database(_settings("migrate"))
+    with _database(_settings("migrate"), make_tables=True) as database:
+        shown_url = database.shown_url
     Console(stderr=True).print(f"{shown_url} has this version's schema", highlight=False, soft_wrap=True)
     return 0
 
@@ -524,6 +452,9 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 def _settings(command: str, *, console: bool = False) -> Settings:
+    """The settings, for commands that have something to log."""
+    from jobs.logs import set_up_logs  # with structlog, which whoever only looks at a batch does not need
+
     settings = load_settings()
     set_up_logs(command, level=settings.log.level, file=settings.logs_dir / f"{command}.log", console=console)
     return settings
@@ -541,7 +472,7 @@ def _database(settings: Settings, *, make_tables: bool = False) -> Iterator[Data
 
 def _input_options(model: str, given: Mapping[str, Any]) -> InputOptions:
     from jobs.inputs import InputFormat, InputOptions
-    from jobs.protocol import Endpoint, GenerationBody, parse_as
+    from jobs.protocol import Endpoint, GenerationBody, dump_json, parse_as
     from jobs.template import read_context, read_template
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -562,6 +493,7 @@ def _input_options(model: str, given: Mapping[str, Any]) -> InputOptions:
 
 def default_output(input_path: str) -> str:
     """Beside the input, under its whole name: `q.csv` and `q.jsonl` do not share their results."""
+    from jobs.results import STDOUT
     from jobs.source import STDIN
 
     return STDOUT if input_path == STDIN else input_path + OUTPUT_SUFFIX
@@ -595,6 +527,8 @@ def _purged(batch: BatchRow, at: float, what: str) -> steering.SteeringError:
 
 def _target(database: Database, named: str | None, settings: Settings) -> FoundArtifact:
     """What a submission is for: an artifact here, or a model that workers serve, wherever they are."""
+    from jobs.worker_process import serving_workers
+
     try:
         return find_artifact(named, settings.artifacts_dir)
     except ModelNotFound:
@@ -609,6 +543,8 @@ def _target(database: Database, named: str | None, settings: Settings) -> FoundA
 
 
 def _metadata(text: str | None) -> str | None:
+    from jobs.protocol import dump_json
+
     if text is None:
         return None
     try:
@@ -633,11 +569,15 @@ def _table_console() -> Console:
 
 
 def _print_json(value: object) -> None:
+    from jobs.protocol import dump_json
+
     print(dump_json(value))
 
 
 @contextmanager
 def _opened(output: str) -> Iterator[Any]:
+    from jobs.results import STDOUT
+
     if output == STDOUT:
         yield sys.stdout.buffer
         return

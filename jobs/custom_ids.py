@@ -6,16 +6,19 @@ none is refused by mistake. About 20 to 45 bytes an id; a Python set of the ids 
 
 from __future__ import annotations
 
-import hashlib
 from array import array
+from collections.abc import Callable
+from hashlib import blake2b
+from struct import Struct
 
+DIGEST_BYTES = 16
 _FIRST_SLOTS = 1 << 10
 _FULLEST = 0.6  # linear probing stays short below it
-_DIGEST_BYTES = 16
+_halves: Callable[[bytes], tuple[int, ...]] = Struct("<QQ").unpack
 
 
-class CustomIds:
-    """A table of custom ids, each with the line it first stood on."""
+class FirstLines:
+    """A table of digests, each with the line it first stood on. Each line looks here: its loops are written out."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -24,36 +27,49 @@ class CustomIds:
     def __len__(self) -> int:
         return self._count
 
-    def first_line(self, custom_id: str, line: int) -> int:
-        """The line that had this id first: `line` itself, which must be at least 1, when the id is new."""
-        digest = hashlib.blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
-        low, high = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-        slot = self._slot(low, high)
-        if self._lines[slot]:
-            return self._lines[slot]
-        self._low[slot], self._high[slot], self._lines[slot] = low, high, line
+    def find(self, digest: bytes, line: int) -> int:
+        """The line that had this digest of 16 bytes first: `line` itself, at least 1, when it is new."""
+        low, high = _halves(digest)
+        lines, lows, highs, mask = self._lines, self._low, self._high, self._mask
+        slot = low & mask
+        while first := lines[slot]:
+            if lows[slot] == low and highs[slot] == high:
+                return first
+            slot = (slot + 1) & mask
+        lows[slot], highs[slot], lines[slot] = low, high, line
         self._count += 1
-        if self._count > _FULLEST * len(self._lines):
+        if self._count > self._most:
             self._grow()
         return line
-
-    def _slot(self, low: int, high: int) -> int:
-        """Where this digest stands, or the free slot where it belongs."""
-        lines, lows, highs, mask = self._lines, self._low, self._high, len(self._lines) - 1
-        slot = low & mask
-        while lines[slot] and (lows[slot] != low or highs[slot] != high):
-            slot = (slot + 1) & mask
-        return slot
 
     def _make(self, slots: int) -> None:
         self._low = array("Q", bytes(8 * slots))
         self._high = array("Q", bytes(8 * slots))
         self._lines = array("I", bytes(4 * slots))  # 4 bytes wherever Python runs today
+        self._mask = slots - 1
+        self._most = int(_FULLEST * slots)
 
     def _grow(self) -> None:
-        lows, highs, lines = self._low, self._high, self._lines
-        self._make(2 * len(lines))
-        for low, high, line in zip(lows, highs, lines, strict=True):
+        old_lows, old_highs, old_lines = self._low, self._high, self._lines
+        self._make(2 * len(old_lines))
+        lines, lows, highs, mask = self._lines, self._low, self._high, self._mask
+        for low, high, line in zip(old_lows, old_highs, old_lines, strict=True):
             if line:
-                slot = self._slot(low, high)
-                self._low[slot], self._high[slot], self._lines[slot] = low, high, line
+                slot = low & mask
+                while lines[slot]:
+                    slot = (slot + 1) & mask
+                lows[slot], highs[slot], lines[slot] = low, high, line
+
+
+class CustomIds:
+    """A table of custom ids, each with the line it first stood on."""
+
+    def __init__(self) -> None:
+        self._first = FirstLines()
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def first_line(self, custom_id: str, line: int) -> int:
+        """The line that had this id first: `line` itself, which must be at least 1, when the id is new."""
+        return self._first.find(blake2b(custom_id.encode(), digest_size=DIGEST_BYTES).digest(), line)

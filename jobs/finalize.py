@@ -59,14 +59,20 @@ class Finalizer:
 
 
 def finalize_batches(
-    database: Database, files_dir: Path, now: float, keep_on: Callable[[], bool] = lambda: True
+    database: Database,
+    files_dir: Path,
+    now: float,
+    keep_on: Callable[[], bool] = lambda: True,
+    *,
+    batch_id: int | None = None,
 ) -> list[int]:
-    """Publish all batches that wait for it. Returns their ids. keep_on: asked at each page; False stops.
+    """Publish all batches that wait for it, or only one (`batch_id`). Returns the ids of those that it published.
 
+    keep_on: asked at each page; False stops.
     A disk that is full is logged and left for the next pass. Raises StorageError when the database cannot be reached.
     """
     published: list[int] = []
-    for batch in _waiting(database):
+    for batch in _waiting(database, batch_id):
         try:
             if finalize_batch(database, batch, files_dir, now, keep_on):
                 published.append(batch.id)
@@ -77,9 +83,13 @@ def finalize_batches(
     return published
 
 
-def _waiting(database: Database) -> list[BatchRow]:
+def _waiting(database: Database, batch_id: int | None = None) -> list[BatchRow]:
     with database.read() as connection:
-        return [batch for batch in queries.unfinished_batches(connection) if queries.is_publishable(connection, batch)]
+        if batch_id is None:
+            batches = queries.unfinished_batches(connection)
+        else:
+            batches = [batch for batch in [queries.find_batch_by_id(connection, batch_id)] if batch is not None]
+        return [batch for batch in batches if queries.is_publishable(connection, batch)]
 
 
 def finalize_batch(

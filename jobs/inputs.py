@@ -13,17 +13,18 @@ They are for prompts that are made here (text, `prompt` lines, rows), not for li
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from jobs import protocol
 from jobs.custom_ids import CustomIds
-from jobs.prefixes import PrefixFinder
+from jobs.prefixes import MIN_CHARACTERS, PrefixFinder
 from jobs.protocol import (
     Body,
     ChatBody,
@@ -46,6 +47,7 @@ from storage.errors import InvalidRequest
 from storage.transitions import RefusedLine
 
 ID_COLUMNS = ("custom_id", "id")  # of a table, when none is named
+KNOWN_FORMS = 64  # ways to ask, besides the prompt, that are kept in sight; a seed of its own in each line fits none
 PROMPT_COLUMN = "prompt"  # of a table, when there is no template; what a template calls a line of plain text
 
 
@@ -92,8 +94,8 @@ class InputOptions:
     only_batch_lines: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class InputLine:
+# What is made for each line is a tuple: a frozen dataclass takes three times as long to make.
+class InputLine(NamedTuple):
     """A request to run. body: its normal form as JSON, its first message or prompt without the prefix."""
 
     line: int
@@ -106,15 +108,43 @@ class InputLine:
 Verdict = tuple[int, str | None, InvalidRequest | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parsed:
+class _Form(NamedTuple):
+    """How requests that differ in one text alone are written: the JSON before that text and after it.
+
+    prefix: stands before the text, or is the system message. text_is_head: a prefix may be found in the text.
+    """
+
+    before: str
+    after: str
+    prefix: str
+    text_is_head: bool
+
+
+class _TextRequest(NamedTuple):
+    """A request made of a text alone; written without a model of its own, which most of a line's time would go to."""
+
+    form: _Form
+    text: str
+
+    @property
+    def head(self) -> str | None:
+        return self.text if self.form.text_is_head else None
+
+    def with_head(self, head: str) -> _TextRequest:
+        return _TextRequest(self.form, head)
+
+    def to_json(self) -> str:
+        return f"{self.form.before}{_json_text(self.text)}{self.form.after}"
+
+
+class _Parsed(NamedTuple):
     """One line's request, its prefix taken off already where it is known.
 
     custom_id: None is made from the number, unless the line is of OpenAI's form (`is_batch_line`) and must bring one.
     """
 
     custom_id: str | None
-    body: Body | InvalidRequest
+    body: Body | _TextRequest | InvalidRequest
     prefix: str = ""
     is_batch_line: bool = False
 
@@ -128,6 +158,7 @@ class InputReader:
         self._source = source
         self._options = options
         self._endpoint = options.endpoint
+        self._forms: dict[bytes, _Form] = {}
         said = options.defaults
         self._defaults = {name: getattr(said, name) for name in sorted(said.model_fields_set)}
 
@@ -146,7 +177,7 @@ class InputReader:
                 continue
             assert custom_id is not None
             if not prefix and (head := body.head) is not None and (prefix := prefixes.find(head)):
-                body = protocol.split_prefix(body, prefix)
+                body = body.with_head(head[len(prefix) :])
             yield InputLine(number, custom_id, body.to_json(), prefix)
 
     def check(self) -> Iterator[Verdict]:
@@ -154,7 +185,7 @@ class InputReader:
         for number, custom_id, body, _prefix in self._judged_lines():
             yield number, custom_id, body if isinstance(body, InvalidRequest) else None
 
-    def _judged_lines(self) -> Iterator[tuple[int, str | None, Body | InvalidRequest, str]]:
+    def _judged_lines(self) -> Iterator[tuple[int, str | None, Body | _TextRequest | InvalidRequest, str]]:
         """Each line's number, custom id, request or what is wrong with it, and known prefix.
 
         Raises InputError (empty_file) at the end of an input without a line.
@@ -163,8 +194,8 @@ class InputReader:
         is_empty = True
         for number, parsed in self._parsed_lines():
             is_empty = False
-            custom_id, body = parsed.custom_id, parsed.body
-            if custom_id is None and not parsed.is_batch_line:
+            custom_id, body, prefix, is_batch_line = parsed
+            if custom_id is None and not is_batch_line:
                 custom_id = line_id(number)
             if custom_id is not None:
                 first = seen.first_line(custom_id, number)
@@ -174,7 +205,7 @@ class InputReader:
                         code="duplicate_custom_id",
                         param="custom_id",
                     )
-            yield number, custom_id, body, parsed.prefix
+            yield number, custom_id, body, prefix
         if is_empty:
             raise InputError(
                 f"{self._source.name} is empty: it has no line to run; write at least one", code="empty_file"
@@ -362,21 +393,39 @@ class InputReader:
         try:
             if isinstance(line, ChatLine | CompletionLine):
                 return _Parsed(line.custom_id, self._accept_body(line.body))
-            if line.model is not None and line.model != self._options.model:
-                raise protocol.model_not_found(line.model, self._options.model)
-            if isinstance(line, PlainPromptLine):
-                if not line.prompt:
-                    raise protocol.empty_prompt()
-                said = {name: getattr(line, name) for name in line.model_fields_set - {"prompt", "custom_id"}}
-                body = _BLANK.model_copy(update={"messages": (_message(_USER, line.prompt),), **said})
-                return self._with_prompt(line.custom_id, line.prompt, protocol.normalise(body))
-            own = line.model_copy(update={"custom_id": None})
-            if isinstance(own, PlainCompletionLine) and isinstance(own.prompt, str):
-                return self._with_prompt(line.custom_id, own.prompt, protocol.normalise(own))
+            if not isinstance(line, PlainChatLine) and isinstance(line.prompt, str):
+                return self._accept_prompt(line, line.prompt)
+            self._check_model(line)
             self._refuse_context()
+            own = line.model_copy(update={"custom_id": None})
             return _Parsed(line.custom_id, self._fill(protocol.normalise(own)))
         except InvalidRequest as error:
             return _Parsed(line.custom_id, error)
+
+    def _accept_prompt(self, line: PlainPromptLine | PlainCompletionLine, text: str) -> _Parsed:
+        """A prompt with what else the line says. Lines that say the same but for the prompt are looked at once."""
+        said = b""
+        if not line.model_fields_set <= _PROMPT_ALONE:
+            said = line.__pydantic_serializer__.to_json(line, exclude=_PROMPT_ALONE, exclude_none=True)
+        form = self._forms.get(said)
+        if form is None or not text:
+            self._check_model(line)
+            if isinstance(line, PlainPromptLine):
+                if not text:
+                    raise protocol.empty_prompt()
+                fields = {name: getattr(line, name) for name in line.model_fields_set - _PROMPT_ALONE}
+                body: Body = _BLANK.model_copy(update={"messages": (_message(_USER, text),), **fields})
+            else:
+                body = line.model_copy(update={"custom_id": None})
+            form = self._form(protocol.normalise(body))
+            if len(self._forms) >= KNOWN_FORMS:
+                self._forms.clear()
+            self._forms[said] = form
+        return _Parsed(line.custom_id, _TextRequest(form, text), form.prefix)
+
+    def _check_model(self, line: GenerationBody) -> None:
+        if line.model is not None and line.model != self._options.model:
+            raise protocol.model_not_found(line.model, self._options.model)
 
     def _accept_body(self, body: Body) -> Body:
         """The body of an OpenAI line; what is wrong with it is named from the line's top."""
@@ -407,20 +456,24 @@ class InputReader:
         """How a prompt that is text alone becomes a request: the same for each, but for the text."""
         is_chat = self._plain_endpoint() is Endpoint.CHAT
         blank: Body = _BLANK if is_chat else CompletionBody.model_construct(prompt="")
-        blank = self._fill(blank)
+        form: _Form | None = None
 
         def build(custom_id: str | None, text: str) -> _Parsed:
+            nonlocal form
             if "\0" in text:
                 raise protocol.nul_character("prompt", text.index("\0"))
             if not text.strip():
                 raise protocol.empty_prompt()
-            return self._with_prompt(custom_id, text, blank)
+            if form is None:
+                form = self._form(blank)
+            return _Parsed(custom_id, _TextRequest(form, text), form.prefix)
 
         return build
 
-    def _with_prompt(self, custom_id: str | None, text: str, body: Body) -> _Parsed:
-        """Give a request its prompt, with the system text and the context where they belong (see the top)."""
+    def _form(self, body: Body) -> _Form:
+        """How to write this request with any prompt in place of its own, the system text and the context added."""
         options = self._options
+        own_system = ""
         if isinstance(body, CompletionBody):
             prefix = options.context + CONTEXT_SEPARATOR if options.context else ""
             if options.system:
@@ -429,15 +482,18 @@ class InputReader:
                     "context or the template",
                     code="context_not_applicable",
                 )
-            return _Parsed(custom_id, self._fill(body.model_copy(update={"prompt": text})), prefix)
-        messages: tuple[Message, ...] = (_message(_USER, text),)
-        prefix = options.context
-        if options.context and options.system:
-            prefix = options.system + CONTEXT_SEPARATOR + options.context
-        if prefix or options.system:
-            own = "" if prefix else options.system
-            messages = (_message(_SYSTEM, own), *messages)
-        return _Parsed(custom_id, self._fill(body.model_copy(update={"messages": messages})), prefix)
+            body = self._fill(body.model_copy(update={"prompt": ""}))
+        else:
+            prefix = CONTEXT_SEPARATOR.join(text for text in (options.system, options.context) if text)
+            if not options.context and len(options.system) < MIN_CHARACTERS:
+                prefix, own_system = "", options.system
+            messages: tuple[Message, ...] = (_message(_USER, ""),)
+            if options.context or options.system:
+                messages = (_message(_SYSTEM, own_system), *messages)
+            body = self._fill(body.model_copy(update={"messages": messages}))
+        # The prompt is the last text in the normal form: only numbers and truth values come after it.
+        before, _, after = body.to_json().rpartition('""')
+        return _Form(before, after, prefix, text_is_head=not prefix and not own_system)
 
     def _fill(self, body: _FilledT) -> _FilledT:
         """Put the command line's parameters where the line says nothing."""
@@ -445,7 +501,7 @@ class InputReader:
         return body.model_copy(update=missing) if missing else body
 
 
-# Copied for each line: making one anew goes through all its fields, which was half the cost of a line.
+# Copied where a model is needed: making one anew goes through all its fields.
 _BLANK = ChatBody.model_construct(messages=())
 _USER = Message.model_construct(role="user", content="")
 _SYSTEM = Message.model_construct(role="system", content="")
@@ -454,6 +510,9 @@ _SYSTEM = Message.model_construct(role="system", content="")
 def _message(blank: Message, text: str) -> Message:
     return blank.model_copy(update={"content": text})
 
+
+_PROMPT_ALONE = {"prompt", "custom_id"}
+_json_text = json.JSONEncoder(ensure_ascii=False).encode  # as pydantic writes a string, which a test holds together
 
 _AnyLine = ChatLine | CompletionLine | PlainChatLine | PlainPromptLine | PlainCompletionLine
 _LineModel = (

@@ -67,13 +67,6 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
 
 
-class Role(StrEnum):
-    SYSTEM = "system"
-    USER = "user"
-    ASSISTANT = "assistant"
-    TOOL = "tool"
-
-
 @dataclass(frozen=True)
 class SamplingParameters:
     """What a request asks of sampling, with OpenAI's defaults filled in.

@@ -41,6 +41,8 @@ OLDEST_VERSION = (6, 2)  # kombu's bound
 START_S = 20.0  # to the first answer; a server that loads its old log answers "loading" meanwhile
 LOAD_S = 120.0
 STOP_S = 10.0
+# A server of ours that takes longer over a plain question is stalled; what never answers is no server of ours.
+ANSWER_S = 5.0
 LOG_TAIL_LINES = 8
 # The bound on a Unix socket's path that holds on all systems (104 on macOS, with its final NUL).
 LONGEST_SOCKET_PATH = 103
@@ -333,7 +335,7 @@ def _nobody_listens(path: Path) -> bool:
 
 def _client(path: Path) -> redis.Redis:
     return redis.Redis(
-        unix_socket_path=str(path), socket_timeout=5.0, decode_responses=True, retry=Retry(NoBackoff(), 0)
+        unix_socket_path=str(path), socket_timeout=ANSWER_S, decode_responses=True, retry=Retry(NoBackoff(), 0)
     )
 
 

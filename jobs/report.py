@@ -15,9 +15,8 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jobs.protocol import result_id
-from jobs.results import ENDINGS, BatchSummary
 from jobs.steering import Observer, Progress, Rates, standing
+from jobs.summary import ENDINGS, BatchSummary
 from storage.models import BatchStatus, ServedFrom
 from storage.queries import BatchRow
 
@@ -260,6 +259,8 @@ def attempt_facts(attempt: AttemptAudit) -> str:
         for name, label in (("prompt_tokens", "prompt"), ("cached_tokens", "reused"), ("completion_tokens", "new"))
         if values[name] is not None
     ]
+    from jobs.protocol import result_id  # lists and tables need nothing of the formats of lines
+
     served = f"{values['served_from']}, {result_id(values['source_request_id'])}" if values["served_from"] else ""
     error = f"{values['error_code']}: {values['error_message']}" if values["error_code"] else ""
     named = [

@@ -1,4 +1,4 @@
-"""A batch's results -> its output file and its error file, in input order; and the summary of how it went.
+"""A batch's results -> its output file and its error file, in input order.
 
 HTTP 200 lines go to the output file, all others (refused, failed, never executed) to the error file, which is not
 there when there are none. Each file is written beside its place, forced to the disk, and then put there in one step:
@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -24,17 +24,12 @@ from jobs.protocol import render_output_line, with_response_id
 from storage import audit, queries
 from storage.database import Database
 from storage.errors import PromptmillError
-from storage.models import ServedFrom
-from storage.queries import BatchRow, FailureCount, Percentiles, ResultRow
+from storage.queries import ResultRow
 
 STDOUT = "-"
 ERRORS_SUFFIX = ".errors.jsonl"
 BUFFER_BYTES = 1 << 20
 ASK_EVERY_LINES = 1000
-# A pause longer than this, in which no worker had a line of the batch, does not count as time it ran.
-IDLE_S = 10.0
-# The error codes of lines that had no answer when their batch ended -> what became of them.
-ENDINGS = {"batch_cancelled": "cancelled", "batch_expired": "expired"}
 # How our result lines begin. Far fewer bytes than a line may have: of whoever's file it is, little is read.
 HEAD_BYTES = 8192
 _HEAD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{1,15})","custom_id":("(?:[^"\\]|\\.)*"|null),')
@@ -70,41 +65,6 @@ class WrittenResults:
     error_lines: int
     former: FormerResults | None = None
     is_kept: bool = False
-
-
-@dataclass(frozen=True)
-class BatchSummary:
-    """How a batch went, as numbers: what the table at its end shows.
-
-    run_s: how long workers were at it, long pauses (a retry on the next day) not counted. failures: by code, without
-    the endings: lines that were cancelled or expired. served: answers that were not computed for it. latencies:
-    queue_s, time_to_first_token_s, total_s, exact percentiles over its completed attempts; a measure that no attempt
-    has is not there.
-    """
-
-    batch: BatchRow
-    run_s: float
-    failures: list[FailureCount]
-    endings: list[FailureCount]
-    served: Mapping[ServedFrom, int]
-    latencies: Mapping[str, Percentiles]
-
-    @property
-    def open_requests(self) -> int:
-        """Lines that may still be answered."""
-        return max(0, self.batch.remaining_requests - sum(ending.count for ending in self.endings))
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.batch.completed_requests / self.run_s if self.run_s > 0 else 0.0
-
-    @property
-    def completion_tokens_per_s(self) -> float:
-        return self.batch.completion_tokens / self.run_s if self.run_s > 0 else 0.0
-
-    @property
-    def prompt_tokens_per_s(self) -> float:
-        return self.batch.prompt_tokens / self.run_s if self.run_s > 0 else 0.0
 
 
 def errors_path(output: Path) -> Path:
@@ -187,22 +147,6 @@ def render_result(row: ResultRow) -> str:
         error_code=row.error_code,
         error_message=row.error_message,
     )
-
-
-def summarise(database: Database, batch_id: int) -> BatchSummary:
-    """How a batch has gone so far."""
-    with database.read() as connection:
-        batch = queries.find_batch_by_id(connection, batch_id)
-        assert batch is not None, f"there is no batch {batch_id}"
-        unanswered = queries.failures_by_code(connection, batch_id)
-        return BatchSummary(
-            batch,
-            run_s=queries.worked_s(connection, batch_id, longest_pause_s=IDLE_S),
-            failures=[each for each in unanswered if each.code not in ENDINGS],
-            endings=[each for each in unanswered if each.code in ENDINGS],
-            served=queries.served_counts(connection, batch_id),
-            latencies=queries.latency_percentiles(connection, batch_id),
-        )
 
 
 def _former_results(database: Database, batch_id: int, path: Path) -> FormerResults | None:

@@ -14,11 +14,12 @@ from jobs.artifacts import FoundArtifact
 from jobs.gpus import plan_gpus
 from jobs.inputs import InputOptions
 from jobs.queue_server import QueueServer, open_queue_server
-from jobs.results import BatchSummary, WrittenResults, check_output, summarise, write_results
+from jobs.results import WrittenResults, check_output, write_results
 from jobs.settings import Settings
 from jobs.source import Source
 from jobs.steering import Observer, Progress
 from jobs.submit import BatchOptions, SubmitProgress, submit
+from jobs.summary import BatchSummary, summarise
 from jobs.up import StopSignals, Ticker, stop_signals, with_drain, with_queue_url
 from jobs.worker_process import Crew, WorkerFailed, serving_workers
 from storage import queries

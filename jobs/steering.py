@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from jobs.finalize import finalize_batches
-from jobs.worker_process import serving_workers
 from storage import queries, transitions
 from storage.database import Connection, Database
 from storage.errors import PromptmillError, StorageError
@@ -38,8 +36,9 @@ LEAST_SEEN_S = 10.0
 LEAST_SEEN_REQUESTS = 10
 WATCH_S = 0.5
 FOLLOW_S = 0.3
-# What `cancel` spends itself on the requests that wait: some ten thousands.
+# What `cancel` spends itself on the requests that wait: some ten thousands. The longest batch whose files it writes.
 CANCEL_S = 1.0
+CANCEL_LINES = 50_000
 if TYPE_CHECKING:
     from jobs.submit import SubmitProgress
 
@@ -223,6 +222,8 @@ class Rates:
 
 def watch_batch(database: Database, batch_id: int, *, pause_s: float = WATCH_S) -> Iterator[Progress]:
     """How a batch stands, again and again, until it has ended."""
+    from jobs.worker_process import serving_workers  # nothing else here needs what it imports
+
     while True:
         with database.read() as connection:
             batch = queries.find_batch_by_id(connection, batch_id)
@@ -297,7 +298,8 @@ def _finished(batch: BatchRow) -> int:
 def cancel(database: Database, batch: BatchRow, files_dir: Path) -> BatchRow:
     """Stop a batch for good. Workers stop what they run of it within a second or so, unless it is answered first.
 
-    What waits gets its result here as far as that is quick, so that it needs nobody who sweeps; sweep does the rest.
+    What waits gets its result here, and the batch its files, as far as that is quick: then nobody who sweeps is needed.
+    Sweep does the rest.
     """
     begin_cancel(database, batch)
     finish_cancel(database, batch, files_dir)
@@ -311,13 +313,19 @@ def begin_cancel(database: Database, batch: BatchRow) -> BatchRow:
 
 
 def finish_cancel(database: Database, batch: BatchRow, files_dir: Path) -> None:
-    """The second step, as far as that is quick: results for what waits, and the batch's files."""
+    """The second step, as far as that is quick: results for what waits, and the batch's files.
+
+    Of this batch alone: others that have ended meanwhile are for whoever sweeps.
+    """
+    from jobs.finalize import finalize_batches  # with the formats of lines; the first step must not wait for them
+
     until = time.monotonic() + CANCEL_S
     while time.monotonic() < until and database.retry(
         lambda connection: transitions.end_requests(connection, batch.id, database.now())
     ):
         pass
-    finalize_batches(database, files_dir, database.now())
+    if batch.total_requests <= CANCEL_LINES:
+        finalize_batches(database, files_dir, database.now(), batch_id=batch.id)
 
 
 def pause(database: Database, batch: BatchRow) -> BatchRow:
@@ -337,9 +345,12 @@ def retry_failed(database: Database, batch: BatchRow, *, window_s: float | None 
     window_s: the new deadline, from now; None keeps the old one unless it has passed.
     """
 
+    with database.read() as connection:
+        from_line = transitions.first_retriable_line(connection, batch.id)
+
     def move(connection: Connection, now: float) -> int:
         expires_at = None if window_s is None else now + window_s
-        return transitions.retry_batch(connection, batch.id, now, expires_at=expires_at)
+        return transitions.retry_batch(connection, batch.id, now, expires_at=expires_at, from_line=from_line)
 
     moved = _move(database, move, batch)
     while True:  # in parts; where we are stopped, sweep goes on

@@ -20,8 +20,9 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from jobs.custom_ids import CustomIds
+from jobs.custom_ids import DIGEST_BYTES, CustomIds, FirstLines
 from jobs.inputs import InputLine, InputOptions, InputReader
 from jobs.source import InputError, Source
 from storage import queries, transitions
@@ -197,10 +198,9 @@ class _Writer:
     _batch_id: int | None = None
     _committed_line: int = 0  # lines up to here were written by an earlier submission
     _prefix_ids: dict[str, int] = field(default_factory=dict)
-    _prefix_digests: dict[str, bytes] = field(default_factory=dict)
-    _questions: CustomIds = field(default_factory=CustomIds)
+    _asking: dict[str, blake2b] = field(default_factory=dict)  # by prefix: a digest that lacks only the line's body
+    _questions: FirstLines = field(default_factory=FirstLines)
     _earlier: _EarlierAnswers | None = None
-    _scope: bytes = b""
 
     def adopt(self, batch_id: int, committed_line: int) -> None:
         """Write to this batch, whose lines up to `committed_line` are there."""
@@ -213,12 +213,25 @@ class _Writer:
             self.adopt(*self.database.retry(self._find_or_create))
         assert self._batch_id is not None
         self.lines += len(group)
-        self.refused += sum(isinstance(item, RefusedLine) for item in group)
-        asked = {item.line: self._ask(item) for item in group if isinstance(item, InputLine)}
-        new = [item for item in group if item.line > self._committed_line]
-        if new:
+        requests: list[NewRequest] = []
+        refused: list[RefusedLine] = []
+        unsaved: dict[str, list[int]] = {}  # prefixes whose row is not known, and where in `requests` they are wanted
+        for item in group:
+            if isinstance(item, RefusedLine):
+                self.refused += 1
+                if item.line > self._committed_line:
+                    refused.append(item)
+                continue
+            request = self._make_request(item)  # of lines written earlier too: a later one may repeat their question
+            if item.line > self._committed_line:
+                if item.prefix and request.prefix_id is None:
+                    unsaved.setdefault(item.prefix, []).append(len(requests))
+                requests.append(request)
+        if requests or refused:
             batch_id = self._batch_id
-            written, prefix_ids = self.database.retry(lambda connection: self._write(connection, batch_id, new, asked))
+            written, prefix_ids = self.database.retry(
+                lambda connection: self._write(connection, batch_id, requests, refused, unsaved)
+            )
             self.written += written
             self._prefix_ids.update(prefix_ids)  # only now is it certain that they are there
             if len(self._prefix_ids) > KNOWN_PREFIXES:
@@ -264,81 +277,65 @@ class _Writer:
         )
         return transitions.create_batch(connection, new, self.database.now()), 0
 
-    def _ask(self, item: InputLine) -> _Question:
-        """What a line asks, as a number, and the earlier line that asks the same, if any."""
-        prefix_digest = b""
-        if item.prefix:
-            found = self._prefix_digests.get(item.prefix)
-            if found is None:
-                if len(self._prefix_digests) > KNOWN_PREFIXES:
-                    self._prefix_digests.clear()
-                found = hashlib.blake2b(item.prefix.encode(errors="surrogatepass"), digest_size=16).digest()
-                self._prefix_digests[item.prefix] = found
-            prefix_digest = found
-        if not self._scope:
-            self._scope = self._make_scope()
-        digest = hashlib.blake2b(prefix_digest, digest_size=16, key=self._scope)
-        digest.update(item.body.encode(errors="surrogatepass"))
+    def _make_request(self, item: InputLine) -> NewRequest:
+        line, custom_id, body, prefix = item
+        asking = self._asking.get(prefix)
+        if asking is None:
+            asking = self._begin_asking(prefix)
+        digest = asking.copy()
+        digest.update(body.encode(errors="surrogatepass"))
         number = digest.digest()
         same_as = None
-        if self.batch_options.shares_duplicates:
-            first = self._questions.first_line(number.hex(), item.line)
-            if first != item.line and is_deterministic(item.body):
-                same_as = first
-        return _Question(int.from_bytes(number[:8], signed=True), same_as)
+        if self.batch_options.shares_duplicates and is_deterministic(body):
+            first = self._questions.find(number, line)
+            same_as = first if first != line else None
+        question = int.from_bytes(number[:8], signed=True)
+        prompt_tokens = estimate_prompt_tokens(body, len(prefix))
+        return NewRequest(
+            line,
+            custom_id,
+            body,
+            self._prefix_ids.get(prefix),
+            estimate_tokens(body, len(prefix)),
+            prompt_tokens,
+            question,
+            same_as,
+            self._earlier.find(custom_id, question) if self._earlier else None,
+        )
 
-    def _make_scope(self) -> bytes:
-        """What else an answer depends on, besides the line itself."""
+    def _begin_asking(self, prefix: str) -> blake2b:
+        """The digest of what an answer depends on besides the body: endpoint, model and artifact, and the prefix."""
         scope = f"{self.reader.endpoint}\n{self.options.model}\n{self.batch_options.artifact_digest}"
-        return hashlib.blake2b(scope.encode(), digest_size=32).digest()
+        key = blake2b(scope.encode(), digest_size=32).digest()
+        begun = b""
+        if prefix:
+            begun = blake2b(prefix.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        if len(self._asking) > KNOWN_PREFIXES:
+            self._asking.clear()
+        self._asking[prefix] = blake2b(begun, digest_size=DIGEST_BYTES, key=key)
+        return self._asking[prefix]
 
     def _write(
         self,
         connection: Connection,
         batch_id: int,
-        group: list[InputLine | RefusedLine],
-        asked: dict[int, _Question],
+        requests: list[NewRequest],
+        refused: list[RefusedLine],
+        unsaved: dict[str, list[int]],
     ) -> tuple[int, dict[str, int]]:
-        new_prefixes: dict[str, int] = {}
-        requests: list[NewRequest] = []
-        refused: list[RefusedLine] = []
-        for item in group:
-            if isinstance(item, RefusedLine):
-                refused.append(item)
-                continue
-            prefix_id = None
-            if item.prefix:
-                prefix_id = self._prefix_ids.get(item.prefix) or new_prefixes.get(item.prefix)
-                if prefix_id is None:
-                    prefix_id = new_prefixes[item.prefix] = transitions.save_prefix(connection, item.prefix)
-            question = asked[item.line]
-            requests.append(
-                NewRequest(
-                    line=item.line,
-                    custom_id=item.custom_id,
-                    body=item.body,
-                    prefix_id=prefix_id,
-                    estimated_tokens=estimate_tokens(item.body, len(item.prefix)),
-                    estimated_prompt_tokens=estimate_prompt_tokens(item.body, len(item.prefix)),
-                    question_hash=question.number,
-                    same_as=question.same_as,
-                    source_id=self._earlier.find(item.custom_id, question.number) if self._earlier else None,
-                )
-            )
+        """One group, made ready before: the write lock is held for the statements alone."""
+        prefix_ids = {prefix: transitions.save_prefix(connection, prefix) for prefix in unsaved}
+        if unsaved:
+            requests = list(requests)
+            for prefix, places in unsaved.items():
+                for place in places:
+                    requests[place] = requests[place]._replace(prefix_id=prefix_ids[prefix])
         written = transitions.add_requests(connection, batch_id, requests) if requests else 0
         if self._earlier is not None:
             transitions.carry_answers(connection, batch_id, requests, self.database.now())
         if refused:
             written += transitions.refuse_lines(connection, batch_id, refused, self.database.now())
-        return written, new_prefixes
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """number: 64 bits over the line's text and parameters and the model. same_as: an earlier line with the same."""
-
-    number: int
-    same_as: int | None
+        return written, prefix_ids
 
 
 class _EarlierAnswers:
@@ -390,8 +387,11 @@ _MOST_TOKENS = 2**31 - 1
 
 def is_deterministic(body: str) -> bool:
     """Whether a body in its normal form gets the same answer each time: greedy, or with a seed of its own."""
-    values = json.loads(body)
-    return values.get("temperature") == 0 or values.get("seed") is not None
+    return _FIXED_SAMPLING.search(body) is not None
+
+
+# As in `_MAX_TOKENS`; in `metadata`, the one place for keys of the user's own, values are texts.
+_FIXED_SAMPLING = re.compile(r'"(?:temperature":-?0(?:\.0)?|seed":-?\d+)[,}]')
 
 
 def _find(connection: Connection, fingerprint: str, options: BatchOptions, now: float) -> BatchRow | None:

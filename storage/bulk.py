@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import BigInteger, Boolean, Connection, CursorResult, Dialect, Table, bindparam, text
@@ -69,14 +70,28 @@ def insert_rows(
     if not rows:
         return 0
     columns = tuple(rows[0])
+    return insert_values(
+        connection, table, columns, [tuple(row[name] for name in columns) for row in rows], unless=unless
+    )
+
+
+def insert_values(
+    connection: Connection,
+    table: Table,
+    columns: tuple[str, ...],
+    rows: Sequence[tuple[Any, ...]],
+    *,
+    unless: tuple[str, ...] = (),
+) -> int:
+    """As `insert_rows`, of rows that hold their values in the order of `columns`."""
     if connection.dialect.name == "sqlite":
         return sum(
             _insert_sqlite(connection, table, columns, rows[start : start + size], unless)
             for start, size in _blocks(len(rows))
         )
-    payload = json.dumps(rows)
+    payload = json.dumps([dict(zip(columns, row, strict=True)) for row in rows])
     if "\\u0000" in payload or "\\ud" in payload:  # escapes, or text that spells them: look closely
-        payload = json.dumps([_storable_row(row) for row in rows])
+        payload = json.dumps([dict(zip(columns, map(_storable, row), strict=True)) for row in rows])
     return _inserted(connection.execute(_postgres_insert(table, columns, unless), {"rows": payload}))
 
 
@@ -90,8 +105,8 @@ def storable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _storable_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {column: storable(value) if isinstance(value, str) else value for column, value in row.items()}
+def _storable(value: Any) -> Any:
+    return storable(value) if isinstance(value, str) else value
 
 
 def _inserted(result: CursorResult[Any]) -> int:
@@ -113,18 +128,17 @@ def _insert_sqlite(
     connection: Connection,
     table: Table,
     columns: tuple[str, ...],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[tuple[Any, ...]],
     unless: tuple[str, ...],
 ) -> int:
     """One step of SQLite for many rows: the driver gives up the interpreter's lock at each step, and gets it back late
     where other threads are busy."""
     statement = _sqlite_insert(table, columns, unless, len(rows))
-    values = tuple(row[column] for row in rows for column in columns)
+    values = tuple(chain.from_iterable(rows))
     try:
         result = connection.exec_driver_sql(statement, values)
     except UnicodeEncodeError:
-        storables = tuple(storable(value) if isinstance(value, str) else value for value in values)
-        result = connection.exec_driver_sql(statement, storables)
+        result = connection.exec_driver_sql(statement, tuple(map(_storable, values)))
     return _inserted(result)
 
 

@@ -293,8 +293,8 @@ def _sqlite_engine(url: URL, shown: str) -> Engine:
     def begin(connection: Connection) -> None:
         if connection.get_execution_options().get(_WRITE, False):
             _take_write_lock(connection)
-        else:
-            connection.exec_driver_sql("BEGIN")
+        else:  # touches no file, so nothing can go wrong that an error would have to tell
+            _raw(connection).execute("BEGIN")
 
     return engine
 
@@ -305,7 +305,7 @@ def _take_write_lock(connection: Connection) -> None:
     SQLite's own waiting looks again after 1, 2, 5, 10, ... 100 ms. Another process's transaction mostly lasts a
     millisecond or two, and who meets a few of them in a row would wait many times as long as they last.
     """
-    raw: Any = connection.connection.dbapi_connection
+    raw = _raw(connection)
     deadline, pause_s = time.monotonic() + BUSY_TIMEOUT_S, SHORTEST_LOCK_PAUSE_S
     raw.execute("PRAGMA busy_timeout = 0")
     try:
@@ -321,6 +321,11 @@ def _take_write_lock(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")  # its failure leaves as SQLAlchemy's
     finally:
         raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+
+
+def _raw(connection: Connection) -> Any:
+    """The driver's own connection."""
+    return connection.connection.dbapi_connection
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -19,9 +19,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from storage.bulk import storable
 from storage.database import Database
-from storage.models import FilePurpose
+from storage.models import BATCHES, FILES, FilePurpose
 from storage.queries import FileRow
-from storage.transitions import BATCHES, FILES, lock_tenant
+from storage.transitions import lock_tenant
 
 UPLOAD_BEGINS = "upload-"
 PART_BEGINS = ".upload-"  # of contents that are still coming in

@@ -18,16 +18,18 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
+    Column,
     Double,
     ForeignKey,
     Index,
     Integer,
+    MetaData,
+    Table,
     Text,
     UniqueConstraint,
     false,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # SQLite gives row ids only to INTEGER primary keys; Postgres needs 64 bits for billions of requests.
 BigKey = BigInteger().with_variant(Integer, "sqlite")
@@ -106,197 +108,188 @@ class FilePurpose(StrEnum):
     BATCH_ERRORS = "batch_errors"
 
 
-class Base(DeclarativeBase):
-    pass
+METADATA = MetaData()
 
 
-class Tenant(Base):
-    """Who sends work. Tenants that wait share a model's workers in the proportion of their weights."""
-
-    __tablename__ = "tenants"
-
-    name: Mapped[str] = mapped_column(Text, primary_key=True)
-    weight: Mapped[float] = mapped_column(Double, default=1.0)
+# Who sends work. Tenants that wait share a model's workers in the proportion of their weights.
+TENANTS = Table(
+    "tenants",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    Column("weight", Double, nullable=False, default=1.0),
     # Tokens dispatched so far, each divided by the weight of its time: the tenant with the least goes next.
-    share_used: Mapped[float] = mapped_column(Double, default=0.0)
+    Column("share_used", Double, nullable=False, default=0.0),
     # Quotas. None: no bound.
-    max_requests_per_minute: Mapped[int | None] = mapped_column(Integer)
-    max_queued_prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    max_running_batches: Mapped[int | None] = mapped_column(Integer)
-    max_storage_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    Column("max_requests_per_minute", Integer),
+    Column("max_queued_prompt_tokens", BigInteger),
+    Column("max_running_batches", Integer),
+    Column("max_storage_bytes", BigInteger),
+)
 
 
-class ApiKey(Base):
-    """A key that stands for a tenant. The key itself is shown once and never kept."""
+# A key that stands for a tenant. The key itself is shown once and never kept.
+API_KEYS = Table(
+    "api_keys",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("public_id", Text, nullable=False, unique=True),  # key_<24 hex>
+    Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
+    Column("name", Text, nullable=False),  # what a person calls it
+    Column("sha256", Text, nullable=False, unique=True),  # of the whole key; a key has 256 random bits
+    Column("shown_prefix", Text, nullable=False),  # its first characters, enough to tell one from another
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    Column("last_used_at", Double),  # to the minute
+)
 
-    __tablename__ = "api_keys"
 
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    public_id: Mapped[str] = mapped_column(Text, unique=True)  # key_<24 hex>
-    tenant: Mapped[str] = mapped_column(Text, ForeignKey("tenants.name"))
-    name: Mapped[str] = mapped_column(Text)  # what a person calls it
-    sha256: Mapped[str] = mapped_column(Text, unique=True)  # of the whole key; a key has 256 random bits
-    shown_prefix: Mapped[str] = mapped_column(Text)  # its first characters, enough to tell one from another
-    created_at: Mapped[float] = mapped_column(Double)
-    expires_at: Mapped[float | None] = mapped_column(Double)
-    revoked_at: Mapped[float | None] = mapped_column(Double)
-    last_used_at: Mapped[float | None] = mapped_column(Double)  # to the minute
-
-
-class Batch(Base):
-    """One user's job: the lines of one input, for one model and endpoint."""
-
-    __tablename__ = "batches"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    public_id: Mapped[str] = mapped_column(Text, unique=True)  # batch_<32 hex>
-    tenant: Mapped[str] = mapped_column(Text, default="default")
-    name: Mapped[str | None] = mapped_column(Text)
+# One user's job: the lines of one input, for one model and endpoint.
+BATCHES = Table(
+    "batches",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("public_id", Text, nullable=False, unique=True),  # batch_<32 hex>
+    Column("tenant", Text, nullable=False, default="default"),
+    Column("name", Text),
     # SHA-256 over the input's bytes and all that changes its answers: the same command again finds its batch by it.
-    fingerprint: Mapped[str] = mapped_column(Text)
-    idempotency_key: Mapped[str | None] = mapped_column(Text)
-    endpoint: Mapped[str] = mapped_column(Text)
-    model: Mapped[str] = mapped_column(Text)
-    artifact_digest: Mapped[str | None] = mapped_column(Text)  # of the model asked for, when it was known
-    is_interactive: Mapped[bool] = mapped_column(Boolean, server_default=false(), default=False)
+    Column("fingerprint", Text, nullable=False),
+    Column("idempotency_key", Text),
+    Column("endpoint", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("artifact_digest", Text),  # of the model asked for, when it was known
+    Column("is_interactive", Boolean, nullable=False, server_default=false(), default=False),
     # Its lines may run as soon as they are written, while the rest is still being read (`validating`).
-    runs_early: Mapped[bool] = mapped_column(Boolean, server_default=false(), default=False)
-    status: Mapped[str] = mapped_column(Text, default=BatchStatus.VALIDATING.value)
-    priority: Mapped[int] = mapped_column(Integer, default=0)
-    extra_metadata: Mapped[str | None] = mapped_column("metadata", Text)
-    error_code: Mapped[str | None] = mapped_column(Text)
-    error_message: Mapped[str | None] = mapped_column(Text)
-    errors: Mapped[str | None] = mapped_column(Text)  # JSON: what validation found, as in the API's errors.data
+    Column("runs_early", Boolean, nullable=False, server_default=false(), default=False),
+    Column("status", Text, nullable=False, default=BatchStatus.VALIDATING.value),
+    Column("priority", Integer, nullable=False, default=0),
+    Column("metadata", Text),
+    Column("error_code", Text),
+    Column("error_message", Text),
+    Column("errors", Text),  # JSON: what validation found, as in the API's errors.data
     # By which door it came (see Door), with which key, and what the API's own fields say.
-    door: Mapped[str] = mapped_column(Text, server_default="cli", default="cli")
-    api_key_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("api_keys.id"))
-    reply_to: Mapped[str | None] = mapped_column(Text)  # the Redis channel on which somebody waits for the answer
-    input_file_public_id: Mapped[str | None] = mapped_column(Text)  # also after that file was deleted
-    completion_window: Mapped[str | None] = mapped_column(Text)
-    output_expires_after_s: Mapped[float | None] = mapped_column(Double)
+    Column("door", Text, nullable=False, server_default="cli", default="cli"),
+    Column("api_key_id", BigInteger, ForeignKey("api_keys.id")),
+    Column("reply_to", Text),  # the Redis channel on which somebody waits for the answer
+    Column("input_file_public_id", Text),  # also after that file was deleted
+    Column("completion_window", Text),
+    Column("output_expires_after_s", Double),
     # JSON, for whoever validates the input file: what else the caller asked for.
-    submit_options: Mapped[str | None] = mapped_column(Text)
+    Column("submit_options", Text),
     # Who is reading the input file, and until when that holds without a further sign: a dead reader is replaced.
-    validated_by: Mapped[str | None] = mapped_column(Text)
-    validation_lease_expires_at: Mapped[float | None] = mapped_column(Double)
-
+    Column("validated_by", Text),
+    Column("validation_lease_expires_at", Double),
     # Kept up to date in the transaction that makes a request final, so that progress costs one row read.
-    total_requests: Mapped[int] = mapped_column(BigInteger, default=0)
-    completed_requests: Mapped[int] = mapped_column(BigInteger, default=0)
-    failed_requests: Mapped[int] = mapped_column(BigInteger, default=0)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    Column("total_requests", BigInteger, nullable=False, default=0),
+    Column("completed_requests", BigInteger, nullable=False, default=0),
+    Column("failed_requests", BigInteger, nullable=False, default=0),
+    Column("prompt_tokens", BigInteger, nullable=False, default=0),
+    Column("cached_tokens", BigInteger, nullable=False, default=0),
+    Column("completion_tokens", BigInteger, nullable=False, default=0),
     # Of all lines, roughly, from their lengths: what a tenant has queued is known before anything is tokenized.
-    estimated_prompt_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0", default=0)
-
-    created_at: Mapped[float] = mapped_column(Double)
-    in_progress_at: Mapped[float | None] = mapped_column(Double)
+    Column("estimated_prompt_tokens", BigInteger, nullable=False, server_default="0", default=0),
+    Column("created_at", Double, nullable=False),
+    Column("in_progress_at", Double),
     # In progress, and nothing of it is queued or claimed until it is resumed.
-    paused_at: Mapped[float | None] = mapped_column(Double)
-    retried_at: Mapped[float | None] = mapped_column(Double)  # attempts before it no longer count against a limit
+    Column("paused_at", Double),
+    Column("retried_at", Double),  # attempts before it no longer count against a limit
     # A retry goes through the lines in parts: the first line it has not come to yet. None: no retry is going on.
-    retry_from_line: Mapped[int | None] = mapped_column(Integer)
-    finalizing_at: Mapped[float | None] = mapped_column(Double)
-    completed_at: Mapped[float | None] = mapped_column(Double)
-    failed_at: Mapped[float | None] = mapped_column(Double)
+    Column("retry_from_line", Integer),
+    Column("finalizing_at", Double),
+    Column("completed_at", Double),
+    Column("failed_at", Double),
     # The deadline: more urgent as it comes near; then what is finished is kept and the rest expires.
-    expires_at: Mapped[float | None] = mapped_column(Double)
-    expired_at: Mapped[float | None] = mapped_column(Double)  # set when it passed, while the batch still finalizes
-    cancelling_at: Mapped[float | None] = mapped_column(Double)
-    cancelled_at: Mapped[float | None] = mapped_column(Double)
+    Column("expires_at", Double),
+    Column("expired_at", Double),  # set when it passed, while the batch still finalizes
+    Column("cancelling_at", Double),
+    Column("cancelled_at", Double),
     # Prompts and answers were removed; then also the rows of requests, results and attempts. Counters stay.
-    text_purged_at: Mapped[float | None] = mapped_column(Double)
-    rows_purged_at: Mapped[float | None] = mapped_column(Double)
-    output_file_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("files.id"))
-    error_file_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("files.id"))
-
-    __table_args__ = (
-        Index("ix_batches_fingerprint", "tenant", "fingerprint"),
-        # Deleting a file looks for the batch that names it.
-        Index(
-            "ix_batches_output_file",
-            "output_file_id",
-            sqlite_where=text("output_file_id IS NOT NULL"),
-            postgresql_where=text("output_file_id IS NOT NULL"),
-        ),
-        Index(
-            "ix_batches_error_file",
-            "error_file_id",
-            sqlite_where=text("error_file_id IS NOT NULL"),
-            postgresql_where=text("error_file_id IS NOT NULL"),
-        ),
-        # A tenant's batches as it lists them: without the many single calls.
-        Index(
-            "ix_batches_tenant",
-            "tenant",
-            "id",
-            sqlite_where=text("is_interactive IS 0"),
-            postgresql_where=text("is_interactive IS false"),
-        ),
-        Index(
-            "ix_batches_name",
-            "tenant",
-            "name",
-            sqlite_where=text("name IS NOT NULL"),
-            postgresql_where=text("name IS NOT NULL"),
-        ),
-        Index(
-            "ix_batches_idempotency_key",
-            "tenant",
-            "idempotency_key",
-            unique=True,
-            sqlite_where=text("idempotency_key IS NOT NULL"),
-            postgresql_where=text("idempotency_key IS NOT NULL"),
-        ),
-        # The few batches that still need work, among all that ever were.
-        Index(
-            "ix_batches_open",
-            "status",
-            sqlite_where=text("status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
-            postgresql_where=text("status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
-        ),
-        CheckConstraint(f"status IN ({', '.join(repr(s.value) for s in BatchStatus)})", name="ck_batches_status"),
-    )
+    Column("text_purged_at", Double),
+    Column("rows_purged_at", Double),
+    Column("output_file_id", BigInteger, ForeignKey("files.id")),
+    Column("error_file_id", BigInteger, ForeignKey("files.id")),
+    Index("ix_batches_fingerprint", "tenant", "fingerprint"),
+    # Deleting a file looks for the batch that names it.
+    Index(
+        "ix_batches_output_file",
+        "output_file_id",
+        sqlite_where=text("output_file_id IS NOT NULL"),
+        postgresql_where=text("output_file_id IS NOT NULL"),
+    ),
+    Index(
+        "ix_batches_error_file",
+        "error_file_id",
+        sqlite_where=text("error_file_id IS NOT NULL"),
+        postgresql_where=text("error_file_id IS NOT NULL"),
+    ),
+    # A tenant's batches as it lists them: without the many single calls.
+    Index(
+        "ix_batches_tenant",
+        "tenant",
+        "id",
+        sqlite_where=text("is_interactive IS 0"),
+        postgresql_where=text("is_interactive IS false"),
+    ),
+    Index(
+        "ix_batches_name",
+        "tenant",
+        "name",
+        sqlite_where=text("name IS NOT NULL"),
+        postgresql_where=text("name IS NOT NULL"),
+    ),
+    Index(
+        "ix_batches_idempotency_key",
+        "tenant",
+        "idempotency_key",
+        unique=True,
+        sqlite_where=text("idempotency_key IS NOT NULL"),
+        postgresql_where=text("idempotency_key IS NOT NULL"),
+    ),
+    # The few batches that still need work, among all that ever were.
+    Index(
+        "ix_batches_open",
+        "status",
+        sqlite_where=text("status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+        postgresql_where=text("status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"),
+    ),
+    CheckConstraint(f"status IN ({', '.join(repr(s.value) for s in BatchStatus)})", name="ck_batches_status"),
+)
 
 
-class File(Base):
-    """A file that users see. Its content lies in the files folder under `path`."""
-
-    __tablename__ = "files"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    public_id: Mapped[str] = mapped_column(Text, unique=True)  # file-<32 hex>
-    tenant: Mapped[str] = mapped_column(Text)
-    purpose: Mapped[str] = mapped_column(Text)
-    filename: Mapped[str] = mapped_column(Text)  # as users see it
-    path: Mapped[str] = mapped_column(Text)  # relative to the files folder
-    bytes: Mapped[int] = mapped_column(BigInteger)
-    lines: Mapped[int] = mapped_column(BigInteger)
-    created_at: Mapped[float] = mapped_column(Double)
-    sha256: Mapped[str | None] = mapped_column(Text)  # of the content of an upload: a repeated one finds it
-    expires_at: Mapped[float | None] = mapped_column(Double)
-    api_key_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("api_keys.id"))
-
-    __table_args__ = (
-        Index("ix_files_tenant", "tenant", "id"),
-        Index(
-            "ix_files_expires_at",
-            "expires_at",
-            sqlite_where=text("expires_at IS NOT NULL"),
-            postgresql_where=text("expires_at IS NOT NULL"),
-        ),
-    )
+# A file that users see. Its content lies in the files folder under `path`.
+FILES = Table(
+    "files",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("public_id", Text, nullable=False, unique=True),  # file-<32 hex>
+    Column("tenant", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("filename", Text, nullable=False),  # as users see it
+    Column("path", Text, nullable=False),  # relative to the files folder
+    Column("bytes", BigInteger, nullable=False),
+    Column("lines", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("sha256", Text),  # of the content of an upload: a repeated one finds it
+    Column("expires_at", Double),
+    Column("api_key_id", BigInteger, ForeignKey("api_keys.id")),
+    Index("ix_files_tenant", "tenant", "id"),
+    Index(
+        "ix_files_expires_at",
+        "expires_at",
+        sqlite_where=text("expires_at IS NOT NULL"),
+        postgresql_where=text("expires_at IS NOT NULL"),
+    ),
+)
 
 
-class Prefix(Base):
-    """A text that many prompts begin with, kept once: a request's first message (or prompt) is prefix + own text."""
-
-    __tablename__ = "prefixes"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    sha256: Mapped[str] = mapped_column(Text, unique=True)
-    text: Mapped[str] = mapped_column(Text)
+# A text that many prompts begin with, kept once: a request's first message (or prompt) is prefix + own text.
+PREFIXES = Table(
+    "prefixes",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("sha256", Text, nullable=False, unique=True),
+    Column("text", Text, nullable=False),
+)
 
 
 # The three kinds of pending requests.
@@ -305,209 +298,194 @@ DELAYED = "status = 'pending' AND not_before IS NOT NULL"
 SAME = "status = 'pending' AND same_as IS NOT NULL"
 
 
-class Request(Base):
-    """One line of a batch."""
-
-    __tablename__ = "requests"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    batch_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("batches.id"))
-    line: Mapped[int] = mapped_column(Integer)  # 1-based line (or record) number in the input
-    custom_id: Mapped[str | None] = mapped_column(Text)  # None: the line was unreadable or had none
-    status: Mapped[str] = mapped_column(Text, default=RequestStatus.PENDING.value)
-    prefix_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey("prefixes.id"))
+# One line of a batch.
+REQUESTS = Table(
+    "requests",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("batch_id", BigInteger, ForeignKey("batches.id"), nullable=False),
+    Column("line", Integer, nullable=False),  # 1-based line (or record) number in the input
+    Column("custom_id", Text),  # None: the line was unreadable or had none
+    Column("status", Text, nullable=False, default=RequestStatus.PENDING.value),
+    Column("prefix_id", BigInteger, ForeignKey("prefixes.id")),
     # The OpenAI body without its prefix; None: the line was refused before it had one.
-    body: Mapped[str | None] = mapped_column(Text)
-    attempt: Mapped[int] = mapped_column(Integer, default=0)
-    worker: Mapped[str | None] = mapped_column(Text)
-    queued_at: Mapped[float | None] = mapped_column(Double)
-    claimed_at: Mapped[float | None] = mapped_column(Double)
-    lease_expires_at: Mapped[float | None] = mapped_column(Double)
+    Column("body", Text),
+    Column("attempt", Integer, nullable=False, default=0),
+    Column("worker", Text),
+    Column("queued_at", Double),
+    Column("claimed_at", Double),
+    Column("lease_expires_at", Double),
     # Not before this instant again: it failed, or its worker died.
-    not_before: Mapped[float | None] = mapped_column(Double)
+    Column("not_before", Double),
     # Its worker died: at most so many requests run together with it, itself included, and nothing else beside them.
-    isolation: Mapped[int | None] = mapped_column(Integer)
-    estimated_tokens: Mapped[int] = mapped_column(Integer, server_default="0", default=0)  # prompt and answer
+    Column("isolation", Integer),
+    Column("estimated_tokens", Integer, nullable=False, server_default="0", default=0),  # prompt and answer
     # 64 bits over all that the answer depends on. Finds candidates; texts are compared before one is used.
-    question_hash: Mapped[int | None] = mapped_column(BigInteger)
-    same_as: Mapped[int | None] = mapped_column(Integer)  # the line of this batch that asks the same and answers both
-
-    __table_args__ = (
-        UniqueConstraint("batch_id", "line", name="uq_requests_batch_line"),
-        # Partial indexes stay as small as the work in hand, however many finished rows the table holds.
-        Index(
-            "ix_requests_pending",  # the order of dispatch: prompts with one prefix together
-            "batch_id",
-            "prefix_id",
-            "line",
-            sqlite_where=text(FRESH),
-            postgresql_where=text(FRESH),
-        ),
-        Index(
-            "ix_requests_delayed", "batch_id", "not_before", sqlite_where=text(DELAYED), postgresql_where=text(DELAYED)
-        ),
-        Index("ix_requests_same", "batch_id", "same_as", sqlite_where=text(SAME), postgresql_where=text(SAME)),
-        Index(
-            "ix_requests_queued",
-            "batch_id",
-            "queued_at",
-            sqlite_where=text("status = 'queued'"),
-            postgresql_where=text("status = 'queued'"),
-        ),
-        Index(
-            "ix_requests_running",
-            "lease_expires_at",
-            sqlite_where=text("status = 'running'"),
-            postgresql_where=text("status = 'running'"),
-        ),
-        CheckConstraint(f"status IN ({', '.join(repr(s.value) for s in RequestStatus)})", name="ck_requests_status"),
-    )
+    Column("question_hash", BigInteger),
+    Column("same_as", Integer),  # the line of this batch that asks the same and answers both
+    UniqueConstraint("batch_id", "line", name="uq_requests_batch_line"),
+    # Partial indexes stay as small as the work in hand, however many finished rows the table holds.
+    Index(
+        "ix_requests_pending",  # the order of dispatch: prompts with one prefix together
+        "batch_id",
+        "prefix_id",
+        "line",
+        sqlite_where=text(FRESH),
+        postgresql_where=text(FRESH),
+    ),
+    Index("ix_requests_delayed", "batch_id", "not_before", sqlite_where=text(DELAYED), postgresql_where=text(DELAYED)),
+    Index("ix_requests_same", "batch_id", "same_as", sqlite_where=text(SAME), postgresql_where=text(SAME)),
+    Index(
+        "ix_requests_queued",
+        "batch_id",
+        "queued_at",
+        sqlite_where=text("status = 'queued'"),
+        postgresql_where=text("status = 'queued'"),
+    ),
+    Index(
+        "ix_requests_running",
+        "lease_expires_at",
+        sqlite_where=text("status = 'running'"),
+        postgresql_where=text("status = 'running'"),
+    ),
+    CheckConstraint(f"status IN ({', '.join(repr(s.value) for s in RequestStatus)})", name="ck_requests_status"),
+)
 
 
-class Attempt(Base):
-    """One try at a request, written once, when it ended (until then the request's own row says who has it)."""
-
-    __tablename__ = "attempts"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    request_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("requests.id"))
-    number: Mapped[int] = mapped_column(Integer)  # 1 for the first try
-    outcome: Mapped[str] = mapped_column(Text)
-    worker: Mapped[str] = mapped_column(Text)
-    device: Mapped[str | None] = mapped_column(Text)
-    artifact_digest: Mapped[str | None] = mapped_column(Text)
-    parameters: Mapped[str | None] = mapped_column(Text)  # JSON: sampling parameters as used, the seed included
-    finish_reason: Mapped[str | None] = mapped_column(Text)
-    error_code: Mapped[str | None] = mapped_column(Text)
-    error_message: Mapped[str | None] = mapped_column(Text)
-    prompt_tokens: Mapped[int | None] = mapped_column(Integer)
-    cached_tokens: Mapped[int | None] = mapped_column(Integer)  # of prompt_tokens, those copied instead of computed
-    completion_tokens: Mapped[int | None] = mapped_column(Integer)
-    mean_batch_size: Mapped[float | None] = mapped_column(Double)  # rows that shared the model's steps, on average
+# One try at a request, written once, when it ended (until then the request's own row says who has it).
+ATTEMPTS = Table(
+    "attempts",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("request_id", BigInteger, ForeignKey("requests.id"), nullable=False),
+    Column("number", Integer, nullable=False),  # 1 for the first try
+    Column("outcome", Text, nullable=False),
+    Column("worker", Text, nullable=False),
+    Column("device", Text),
+    Column("artifact_digest", Text),
+    Column("parameters", Text),  # JSON: sampling parameters as used, the seed included
+    Column("finish_reason", Text),
+    Column("error_code", Text),
+    Column("error_message", Text),
+    Column("prompt_tokens", Integer),
+    Column("cached_tokens", Integer),  # of prompt_tokens, those copied instead of computed
+    Column("completion_tokens", Integer),
+    Column("mean_batch_size", Double),  # rows that shared the model's steps, on average
     # When its worker died: how the process ended (a signal is negative), and what else it had in its hands.
-    exit_code: Mapped[int | None] = mapped_column(Integer)
-    batch_mates: Mapped[int | None] = mapped_column(Integer)
-    served_from: Mapped[str | None] = mapped_column(Text)  # None: computed
-    source_request_id: Mapped[int | None] = mapped_column(BigInteger)  # whose answer served
-    queued_at: Mapped[float | None] = mapped_column(Double)
-    claimed_at: Mapped[float] = mapped_column(Double)
-    finished_at: Mapped[float] = mapped_column(Double)
-    queue_s: Mapped[float | None] = mapped_column(Double)  # queued_at to claimed_at: time in Redis
-    tokenize_s: Mapped[float | None] = mapped_column(Double)
-    wait_s: Mapped[float | None] = mapped_column(Double)  # in the engine's waiting line, before a slot was free
-    prefill_s: Mapped[float | None] = mapped_column(Double)  # first prefill step to first token
-    time_to_first_token_s: Mapped[float | None] = mapped_column(Double)  # claimed_at to first token
-    decode_s: Mapped[float | None] = mapped_column(Double)  # first token to last
-    total_s: Mapped[float | None] = mapped_column(Double)  # claimed_at to last token
-
-    __table_args__ = (Index("ix_attempts_request", "request_id"),)
-
-
-class Result(Base):
-    """The one durable answer to a request. `id` grows in the order results landed: a cursor for followers."""
-
-    __tablename__ = "results"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    request_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("requests.id"), unique=True)
-    batch_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("batches.id"))
-    status_code: Mapped[int | None] = mapped_column(Integer)  # None: never executed (cancelled, expired)
-    response: Mapped[str | None] = mapped_column(Text)  # JSON body: the completion, or {"error": {...}}
-    error_code: Mapped[str | None] = mapped_column(Text)
-    error_message: Mapped[str | None] = mapped_column(Text)
-    finished_at: Mapped[float] = mapped_column(Double)
-
-    __table_args__ = (Index("ix_results_batch", "batch_id", "id"),)
+    Column("exit_code", Integer),
+    Column("batch_mates", Integer),
+    Column("served_from", Text),  # None: computed
+    Column("source_request_id", BigInteger),  # whose answer served
+    Column("queued_at", Double),
+    Column("claimed_at", Double, nullable=False),
+    Column("finished_at", Double, nullable=False),
+    Column("queue_s", Double),  # queued_at to claimed_at: time in Redis
+    Column("tokenize_s", Double),
+    Column("wait_s", Double),  # in the engine's waiting line, before a slot was free
+    Column("prefill_s", Double),  # first prefill step to first token
+    Column("time_to_first_token_s", Double),  # claimed_at to first token
+    Column("decode_s", Double),  # first token to last
+    Column("total_s", Double),  # claimed_at to last token
+    Index("ix_attempts_request", "request_id"),
+)
 
 
-class Answer(Base):
-    """An answer that serves identical requests of later batches: the result of `request_id`."""
-
-    __tablename__ = "answers"
-
-    key: Mapped[str] = mapped_column(Text, primary_key=True)  # SHA-256 of artifact digest, prompt ids, parameters
-    request_id: Mapped[int] = mapped_column(BigInteger)
-    created_at: Mapped[float] = mapped_column(Double)
-
-    __table_args__ = (Index("ix_answers_request", "request_id"),)
-
-
-class WebhookEndpoint(Base):
-    """Where a tenant wants to hear of ended batches. secret: signs what is sent, so it must be kept as it is.
-
-    former_secret: signs as well until `former_secret_until`, while the receiver is given the new one.
-    """
-
-    __tablename__ = "webhook_endpoints"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    public_id: Mapped[str] = mapped_column(Text, unique=True)  # we_<24 hex>
-    tenant: Mapped[str] = mapped_column(Text, ForeignKey("tenants.name"))
-    name: Mapped[str] = mapped_column(Text)  # what a person calls it
-    url: Mapped[str] = mapped_column(Text)
-    secret: Mapped[str] = mapped_column(Text)  # whsec_<base64>
-    former_secret: Mapped[str | None] = mapped_column(Text)
-    former_secret_until: Mapped[float | None] = mapped_column(Double)
-    events: Mapped[str] = mapped_column(Text)  # comma-separated event types
-    created_at: Mapped[float] = mapped_column(Double)
-    updated_at: Mapped[float] = mapped_column(Double)
-    disabled_at: Mapped[float | None] = mapped_column(Double)  # the receiver said that it is gone
-
-    __table_args__ = (Index("ix_webhook_endpoints_tenant", "tenant"),)
+# The one durable answer to a request. `id` grows in the order results landed: a cursor for followers.
+RESULTS = Table(
+    "results",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("request_id", BigInteger, ForeignKey("requests.id"), nullable=False, unique=True),
+    Column("batch_id", BigInteger, ForeignKey("batches.id"), nullable=False),
+    Column("status_code", Integer),  # None: never executed (cancelled, expired)
+    Column("response", Text),  # JSON body: the completion, or {"error": {...}}
+    Column("error_code", Text),
+    Column("error_message", Text),
+    Column("finished_at", Double, nullable=False),
+    Index("ix_results_batch", "batch_id", "id"),
+)
 
 
-class WebhookDelivery(Base):
-    """One event for one endpoint, written in the transaction that ends the batch; sent until it is taken."""
-
-    __tablename__ = "webhook_deliveries"
-
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    public_id: Mapped[str] = mapped_column(Text, unique=True)  # evt_<32 hex>: the receiver knows a repeat by it
-    endpoint_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("webhook_endpoints.id"))
-    batch_id: Mapped[int] = mapped_column(BigInteger, ForeignKey("batches.id"))
-    event: Mapped[str] = mapped_column(Text)
-    payload: Mapped[str] = mapped_column(Text)  # JSON: the very bytes that are signed and sent
-    attempts: Mapped[int] = mapped_column(Integer, default=0)
-    next_try_at: Mapped[float | None] = mapped_column(Double)  # None: delivered or given up
-    delivered_at: Mapped[float | None] = mapped_column(Double)
-    given_up_at: Mapped[float | None] = mapped_column(Double)
-    last_status: Mapped[int | None] = mapped_column(Integer)  # HTTP
-    last_error: Mapped[str | None] = mapped_column(Text)
-    created_at: Mapped[float] = mapped_column(Double)
-
-    __table_args__ = (
-        # A batch that is retried ends once more.
-        UniqueConstraint("endpoint_id", "batch_id", "event", "created_at", name="uq_webhook_deliveries"),
-        Index(
-            "ix_webhook_deliveries_due",
-            "next_try_at",
-            sqlite_where=text("next_try_at IS NOT NULL"),
-            postgresql_where=text("next_try_at IS NOT NULL"),
-        ),
-    )
+# An answer that serves identical requests of later batches: the result of `request_id`.
+ANSWERS = Table(
+    "answers",
+    METADATA,
+    Column("key", Text, primary_key=True),  # SHA-256 of artifact digest, prompt ids, parameters
+    Column("request_id", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Index("ix_answers_request", "request_id"),
+)
 
 
-class Worker(Base):
-    """A worker process as it last described itself."""
+# Where a tenant wants to hear of ended batches. secret: signs what is sent, so it must be kept as it is.
+# former_secret: signs as well until `former_secret_until`, while the receiver is given the new one.
+ENDPOINTS = Table(
+    "webhook_endpoints",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("public_id", Text, nullable=False, unique=True),  # we_<24 hex>
+    Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
+    Column("name", Text, nullable=False),  # what a person calls it
+    Column("url", Text, nullable=False),
+    Column("secret", Text, nullable=False),  # whsec_<base64>
+    Column("former_secret", Text),
+    Column("former_secret_until", Double),
+    Column("events", Text, nullable=False),  # comma-separated event types
+    Column("created_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    Column("disabled_at", Double),  # the receiver said that it is gone
+    Index("ix_webhook_endpoints_tenant", "tenant"),
+)
 
-    __tablename__ = "workers"
 
-    id: Mapped[int] = mapped_column(BigKey, primary_key=True)
-    name: Mapped[str] = mapped_column(Text, unique=True)  # e.g. cpu@host-4711; one row per process
-    host: Mapped[str] = mapped_column(Text)
-    pid: Mapped[int] = mapped_column(Integer)
-    status: Mapped[str] = mapped_column(Text)
-    model: Mapped[str] = mapped_column(Text)
-    artifact_digest: Mapped[str | None] = mapped_column(Text)
-    device: Mapped[str | None] = mapped_column(Text)
-    max_batch_size: Mapped[int] = mapped_column(Integer, default=0)
-    detail: Mapped[str | None] = mapped_column(Text)  # what it is doing while starting, or why it failed
-    started_at: Mapped[float] = mapped_column(Double)
-    ready_at: Mapped[float | None] = mapped_column(Double)
-    last_seen_at: Mapped[float] = mapped_column(Double)
-    stopped_at: Mapped[float | None] = mapped_column(Double)
-    exit_code: Mapped[int | None] = mapped_column(Integer)  # of its process, as whoever started it saw it
-    device_detail: Mapped[str | None] = mapped_column(Text)  # JSON: the last reading of its GPU
-    requests_per_s: Mapped[float] = mapped_column(Double, server_default="0", default=0.0)  # over its last beat
+# One event for one endpoint, written in the transaction that ends the batch; sent until it is taken.
+DELIVERIES = Table(
+    "webhook_deliveries",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("public_id", Text, nullable=False, unique=True),  # evt_<32 hex>: the receiver knows a repeat by it
+    Column("endpoint_id", BigInteger, ForeignKey("webhook_endpoints.id"), nullable=False),
+    Column("batch_id", BigInteger, ForeignKey("batches.id"), nullable=False),
+    Column("event", Text, nullable=False),
+    Column("payload", Text, nullable=False),  # JSON: the very bytes that are signed and sent
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("next_try_at", Double),  # None: delivered or given up
+    Column("delivered_at", Double),
+    Column("given_up_at", Double),
+    Column("last_status", Integer),  # HTTP
+    Column("last_error", Text),
+    Column("created_at", Double, nullable=False),
+    # A batch that is retried ends once more.
+    UniqueConstraint("endpoint_id", "batch_id", "event", "created_at", name="uq_webhook_deliveries"),
+    Index(
+        "ix_webhook_deliveries_due",
+        "next_try_at",
+        sqlite_where=text("next_try_at IS NOT NULL"),
+        postgresql_where=text("next_try_at IS NOT NULL"),
+    ),
+)
 
-    __table_args__ = (Index("ix_workers_model", "model", "status"),)
+
+# A worker process as it last described itself.
+WORKERS = Table(
+    "workers",
+    METADATA,
+    Column("id", BigKey, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),  # e.g. cpu@host-4711; one row per process
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("artifact_digest", Text),
+    Column("device", Text),
+    Column("max_batch_size", Integer, nullable=False, default=0),
+    Column("detail", Text),  # what it is doing while starting, or why it failed
+    Column("started_at", Double, nullable=False),
+    Column("ready_at", Double),
+    Column("last_seen_at", Double, nullable=False),
+    Column("stopped_at", Double),
+    Column("exit_code", Integer),  # of its process, as whoever started it saw it
+    Column("device_detail", Text),  # JSON: the last reading of its GPU
+    Column("requests_per_s", Double, nullable=False, server_default="0", default=0.0),  # over its last beat
+    Index("ix_workers_model", "model", "status"),
+)

@@ -11,16 +11,12 @@ import json
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
-from sqlalchemy import Connection, Table, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from storage.bulk import storable
-from storage.models import Batch, BatchStatus, WebhookDelivery, WebhookEndpoint
-
-BATCHES = cast(Table, Batch.__table__)
-ENDPOINTS = cast(Table, WebhookEndpoint.__table__)
-DELIVERIES = cast(Table, WebhookDelivery.__table__)
+from storage.models import BATCHES, DELIVERIES, ENDPOINTS, BatchStatus
 
 # What a receiver said or a network error reads like; enough to understand it.
 ERROR_CHARACTERS = 500
@@ -40,7 +36,7 @@ class NewEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class EndpointRow:
-    """The columns of `storage.models.WebhookEndpoint`."""
+    """The columns of `storage.models.ENDPOINTS`."""
 
     id: int
     public_id: str
@@ -58,7 +54,7 @@ class EndpointRow:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryRow:
-    """The columns of `storage.models.WebhookDelivery`."""
+    """The columns of `storage.models.DELIVERIES`."""
 
     id: int
     public_id: str

@@ -15,9 +15,17 @@ from sqlalchemy import Connection, delete, select, update
 
 from storage.bulk import one_of
 from storage.database import Database
-from storage.models import BatchStatus
-from storage.outbox import DELIVERIES
-from storage.transitions import ANSWERS, ATTEMPTS, BATCHES, FILES, PREFIXES, REQUESTS, RESULTS
+from storage.models import (
+    ANSWERS,
+    ATTEMPTS,
+    BATCHES,
+    DELIVERIES,
+    FILES,
+    PREFIXES,
+    REQUESTS,
+    RESULTS,
+    BatchStatus,
+)
 
 # Lines of one transaction.
 STEP_LINES = 5000

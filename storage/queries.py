@@ -12,12 +12,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, func, literal, or_, select
+from sqlalchemy import Connection, and_, bindparam, func, or_, select
 
 from storage.bulk import one_of
 from storage.database import Database
 from storage.models import (
+    ANSWERS,
+    API_KEYS,
+    ATTEMPTS,
+    BATCHES,
+    FILES,
     FINAL_REQUEST_STATUSES,
+    PREFIXES,
+    REQUESTS,
+    RESULTS,
+    TENANTS,
+    WORKERS,
     AttemptOutcome,
     BatchStatus,
     Door,
@@ -26,11 +36,6 @@ from storage.models import (
     WorkerStatus,
 )
 from storage.transitions import (
-    ANSWERS,
-    API_KEYS,
-    ATTEMPTS,
-    BATCHES,
-    FILES,
     IS_AT_WORK,
     IS_ENDING,
     IS_FINISHABLE,
@@ -39,12 +44,8 @@ from storage.transitions import (
     PENDING_FRESH,
     PENDING_KINDS,
     PENDING_SAME,
-    PREFIXES,
-    REQUESTS,
-    RESULTS,
-    TENANTS,
-    WORKERS,
     has_open_requests,
+    spelled,
 )
 
 # Rows read at once where a whole batch is walked through: a few MB of answers.
@@ -55,7 +56,7 @@ WORKER_SEEN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One batch with its counters; the columns of `storage.models.Batch`."""
+    """One batch with its counters; the columns of `storage.models.BATCHES`."""
 
     id: int
     public_id: str
@@ -198,7 +199,7 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyRow:
-    """A key; the columns of `storage.models.ApiKey`."""
+    """A key; the columns of `storage.models.API_KEYS`."""
 
     id: int
     public_id: str
@@ -214,7 +215,7 @@ class ApiKeyRow:
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A file; the columns of `storage.models.File`. path: relative to the files folder."""
+    """A file; the columns of `storage.models.FILES`. path: relative to the files folder."""
 
     id: int
     public_id: str
@@ -607,7 +608,7 @@ def results_of(connection: Connection, request_ids: Collection[int]) -> list[Res
 _RESULTS_OF = (
     select(*_RESULT_COLUMNS)
     .join_from(RESULTS, REQUESTS, RESULTS.c.request_id == REQUESTS.c.id)
-    .where(one_of(RESULTS.c.request_id, "ids"), REQUESTS.c.status.in_([s.value for s in FINAL_REQUEST_STATUSES]))
+    .where(one_of(RESULTS.c.request_id, "ids"), REQUESTS.c.status.in_([spelled(s) for s in FINAL_REQUEST_STATUSES]))
 )
 
 
@@ -727,7 +728,7 @@ def throughput(connection: Connection, batch_id: int, since: float, until: float
 
 
 def attempts_of(connection: Connection, request_id: int) -> list[Mapping[str, Any]]:
-    """Every attempt at a request, in order: columns of `storage.models.Attempt` -> values."""
+    """Every attempt at a request, in order: columns of `storage.models.ATTEMPTS` -> values."""
     rows = connection.execute(
         select(ATTEMPTS).where(ATTEMPTS.c.request_id == request_id).order_by(ATTEMPTS.c.number, ATTEMPTS.c.id)
     )
@@ -983,8 +984,7 @@ def find_worker(connection: Connection, name: str) -> WorkerRow | None:
 
 
 def _is(status: RequestStatus) -> Any:
-    """Spelled out, not as a parameter: only so do the partial indexes apply."""
-    return REQUESTS.c.status == literal(status.value, literal_execute=True)
+    return REQUESTS.c.status == spelled(status)
 
 
 def _batch(row: Any) -> BatchRow | None:

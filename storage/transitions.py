@@ -15,14 +15,14 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, TypeVar, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import (
     Connection,
     Double,
-    Table,
     and_,
     bindparam,
     case,
@@ -30,7 +30,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    literal,
+    literal_column,
     not_,
     or_,
     select,
@@ -38,41 +38,30 @@ from sqlalchemy import (
 )
 from sqlalchemy import cast as cast_to
 
-from storage.bulk import insert_rows, one_of, storable
+from storage.bulk import insert_rows, insert_values, one_of, storable
 from storage.errors import StorageError
 from storage.models import (
+    ANSWERS,
+    API_KEYS,
+    ATTEMPTS,
+    BATCHES,
+    FILES,
     FINAL_REQUEST_STATUSES,
-    Answer,
-    ApiKey,
-    Attempt,
+    PREFIXES,
+    REQUESTS,
+    RESULTS,
+    TENANTS,
+    WORKERS,
     AttemptOutcome,
-    Batch,
     BatchStatus,
     Door,
-    File,
     FilePurpose,
-    Prefix,
-    Request,
     RequestStatus,
-    Result,
     ServedFrom,
-    Tenant,
-    Worker,
     WorkerStatus,
 )
 from storage.outbox import announce_end
 from storage.retries import DEFAULT_LIMITS, Death, RetryLimits, judge
-
-TENANTS = cast(Table, Tenant.__table__)
-FILES = cast(Table, File.__table__)
-ANSWERS = cast(Table, Answer.__table__)
-API_KEYS = cast(Table, ApiKey.__table__)
-BATCHES = cast(Table, Batch.__table__)
-PREFIXES = cast(Table, Prefix.__table__)
-REQUESTS = cast(Table, Request.__table__)
-ATTEMPTS = cast(Table, Attempt.__table__)
-RESULTS = cast(Table, Result.__table__)
-WORKERS = cast(Table, Worker.__table__)
 
 # From where a batch may come to a status. `failed` is left by no way, the other final statuses only by a retry.
 BATCH_MOVES: Mapping[BatchStatus, tuple[BatchStatus, ...]] = {
@@ -136,6 +125,10 @@ class NewBatch:
     output_expires_after_s: float | None = None
     submit_options: str | None = None
 
+    def columns(self) -> dict[str, Any]:
+        """As the table has them. (`asdict` copies deeply, which a call that somebody waits for need not pay for.)"""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 @dataclass(frozen=True, slots=True)
 class NewApiKey:
@@ -149,10 +142,10 @@ class NewApiKey:
     expires_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A line to run. body: JSON text without the prefix that `prefix_id` names.
+class NewRequest(NamedTuple):
+    """A line to run; a tuple, for submitting makes one for each line.
 
+    body: JSON text without the prefix that `prefix_id` names.
     same_as: the line of this batch that asks the same; its answer serves both. source_id: a request of an earlier batch
     whose answer serves this line, if that still stands.
     """
@@ -286,7 +279,7 @@ def create_batch(connection: Connection, batch: NewBatch, now: float) -> int:
         connection.execute(
             insert(BATCHES).returning(BATCHES.c.id),
             {
-                **asdict(batch),
+                **batch.columns(),
                 "status": BatchStatus.VALIDATING.value,
                 "total_requests": 0,
                 "completed_requests": 0,
@@ -318,6 +311,20 @@ def save_prefix(connection: Connection, text: str) -> int:
     return int(connection.execute(select(PREFIXES.c.id).where(PREFIXES.c.sha256 == digest)).scalar_one())
 
 
+_NEW_REQUEST_COLUMNS = (
+    "batch_id",
+    "line",
+    "custom_id",
+    "status",
+    "prefix_id",
+    "body",
+    "attempt",
+    "estimated_tokens",
+    "question_hash",
+    "same_as",
+)
+
+
 def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRequest]) -> int:
     """Write lines of a batch that is still validating, and count them. Returns how many were new.
 
@@ -326,22 +333,12 @@ def add_requests(connection: Connection, batch_id: int, requests: Sequence[NewRe
     """
     added = prompt_tokens = 0
     for part in _parts(requests):
+        # By place, not by name: with a million lines this is what writing them costs beside SQLite itself.
         rows = [
-            {
-                "batch_id": batch_id,
-                "line": request.line,
-                "custom_id": request.custom_id,
-                "status": "pending",
-                "prefix_id": request.prefix_id,
-                "body": request.body,
-                "attempt": 0,
-                "estimated_tokens": request.estimated_tokens,
-                "question_hash": request.question_hash,
-                "same_as": request.same_as,
-            }
-            for request in part
+            (batch_id, line, custom_id, "pending", prefix_id, body, 0, tokens, question_hash, same_as)
+            for line, custom_id, body, prefix_id, tokens, _prompt_tokens, question_hash, same_as, _source_id in part
         ]
-        new = insert_rows(connection, REQUESTS, rows, unless=("batch_id", "line"))
+        new = insert_values(connection, REQUESTS, _NEW_REQUEST_COLUMNS, rows, unless=("batch_id", "line"))
         added += new
         if new:
             prompt_tokens += sum(request.estimated_prompt_tokens for request in part) * new // len(part)
@@ -438,15 +435,18 @@ def start_batch(connection: Connection, batch_id: int, now: float) -> None:
     finish_batches(connection, now, batch_id=batch_id)
 
 
-def create_interactive(connection: Connection, batch: NewBatch, request: NewRequest, now: float) -> tuple[int, int]:
+def create_interactive(
+    connection: Connection, batch: NewBatch, request: NewRequest, now: float, *, is_known_tenant: bool = False
+) -> tuple[int, int]:
     """Write a batch of one request that somebody waits for: in progress, its request queued, about to be published.
 
-    Returns (batch id, request id).
+    is_known_tenant: its tenant has a row already. Returns (batch id, request id).
     """
     assert batch.is_interactive
-    _add_tenant(connection, batch.tenant)
+    if not is_known_tenant:
+        _add_tenant(connection, batch.tenant)
     values = {
-        **asdict(batch),
+        **batch.columns(),
         "status": BatchStatus.IN_PROGRESS.value,
         "total_requests": 1,
         "completed_requests": 0,
@@ -633,7 +633,13 @@ def touch_api_key(connection: Connection, key_id: int, now: float, *, every_s: f
 
 
 def claim_requests(
-    connection: Connection, ids: Collection[int], *, worker: str, lease_s: float, now: float
+    connection: Connection,
+    ids: Collection[int],
+    *,
+    worker: str,
+    lease_s: float,
+    now: float,
+    but_isolated: bool = False,
 ) -> list[ClaimedRequest]:
     """Take requests: queued -> running, one attempt more, in id order.
 
@@ -641,13 +647,14 @@ def claim_requests(
     not in progress are passed over: an empty list says that the message was a duplicate or has become void.
     Requests in isolation are taken only when all that is asked for fits into the smallest isolation, so that no old
     message brings them into larger company. The caller then runs nothing else beside them (`isolated_requests`).
+    but_isolated: leave those in isolation alone, as others run beside what is claimed.
     """
     claimed: list[ClaimedRequest] = []
     for part in _parts(sorted(ids)):
         rows = connection.execute(_CLAIMABLE, {"ids": part, "now": now}).all()
         if any(row.isolation is not None for row in rows):
             smallest = min(row.isolation for row in rows if row.isolation is not None)
-            if len(rows) > smallest:
+            if but_isolated or len(rows) > smallest:
                 rows = [row for row in rows if row.isolation is None]
         if not rows:
             continue
@@ -876,19 +883,32 @@ def prioritise_batch(
     connection.execute(_UNQUEUE_MODEL, {"model": batch.model})
 
 
-def retry_batch(connection: Connection, batch_id: int, now: float, *, expires_at: float | None = None) -> int:
+def first_retriable_line(connection: Connection, batch_id: int) -> int:
+    """The first line that a retry would run; NO_LINE when there is none.
+
+    A read of its own, because a long batch takes a while to look through, and `retry_batch` holds up all writers.
+    """
+    line = connection.execute(_RETRIABLE.limit(1), {"batch": batch_id, "since": 0, "until": NO_LINE}).first()
+    return NO_LINE if line is None else int(line.line)
+
+
+def retry_batch(
+    connection: Connection, batch_id: int, now: float, *, expires_at: float | None = None, from_line: int = 0
+) -> int:
     """Run the lines of an ended batch that have no answer once more: final -> pending, the batch -> in_progress.
 
     Lines that were refused on arrival stay as they are. Attempts are kept, and the result of a failed line stays until
-    the new one takes its place. expires_at: the new deadline; None keeps the old one unless it has passed. A long batch
-    is gone through in parts, so that nobody waits long for the database: this call makes the first; follow with
-    `continue_retry` until it returns None. Returns how many lines of the first part will run; for 0 nothing changed, as
-    every line has its answer. Raises IllegalMove while the batch has not ended.
+    the new one takes its place. expires_at: the new deadline; None keeps the old one unless it has passed.
+    from_line: what `first_retriable_line` has found. A long batch is gone through in parts, so that nobody waits long
+    for the database: this call makes the first; follow with `continue_retry` until it returns None. Returns how many
+    lines of the first part will run; for 0 nothing changed, as every line has its answer. Raises IllegalMove while the
+    batch has not ended.
     """
     batch = _batch_for_update(connection, batch_id)
     if batch.status not in (BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED):
         raise IllegalMove(f"batch {batch_id} is {batch.status}: only what has ended can be retried")
-    first = connection.execute(_RETRIABLE.limit(1), {"batch": batch_id, "since": 0, "until": NO_LINE}).first()
+    place = {"batch": batch_id, "since": from_line, "until": NO_LINE}
+    first = connection.execute(_RETRIABLE.limit(1), place).first()
     if first is None:
         return 0
     deadline = expires_at
@@ -1184,20 +1204,24 @@ def retire_worker(
 # --- statements, built once --------------------------------------------------------------------------------------
 
 
+def spelled(status: RequestStatus | BatchStatus) -> Any:
+    """A status as part of the statement's text, not a parameter: only so do the partial indexes apply."""
+    return literal_column(f"'{status.value}'")
+
+
 def _is(status: RequestStatus) -> Any:
-    """`status = 'x'` spelled out, not as a parameter: only so do the partial indexes apply."""
-    return REQUESTS.c.status == literal(status.value, literal_execute=True)
+    return REQUESTS.c.status == spelled(status)
 
 
 def _stands_at(*statuses: RequestStatus) -> Any:
     """The same as a check of rows found by id. `|| ''` keeps Postgres, whose statistics lag behind a queue's rapid
     changes, from finding all rows of that status instead."""
-    return REQUESTS.c.status.concat("").in_([status.value for status in statuses])
+    return REQUESTS.c.status.concat("").in_([spelled(status) for status in statuses])
 
 
 OPEN_BATCH = BATCHES.c.status.in_(
     [
-        literal(status.value, literal_execute=True)
+        spelled(status)
         for status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
     ]
 )
@@ -1396,7 +1420,8 @@ _GIVE_BACK = (
     )
 )
 _OPEN_REQUEST = exists().where(
-    REQUESTS.c.batch_id == BATCHES.c.id, REQUESTS.c.status.concat("").not_in([s.value for s in FINAL_REQUEST_STATUSES])
+    REQUESTS.c.batch_id == BATCHES.c.id,
+    REQUESTS.c.status.concat("").not_in([spelled(s) for s in FINAL_REQUEST_STATUSES]),
 )
 _HAS_EXPIRED = and_(BATCHES.c.status == BatchStatus.FINALIZING.value, BATCHES.c.expired_at.is_not(None))
 _IS_CANCELLING = BATCHES.c.status == BatchStatus.CANCELLING.value
@@ -1499,10 +1524,14 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
     insert_rows(connection, ATTEMPTS, attempts)
     _put_results(connection, results, replaced)
     insert_rows(connection, ANSWERS, answers, unless=("key",))
+    interactive: list[int] = []
     for batch_id in sorted(sums):
-        _count(connection, batch_id, sums[batch_id])
-        answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
-    end_interactive(connection, sums, now)
+        if _count(connection, batch_id, sums[batch_id]):
+            interactive.append(batch_id)
+        else:
+            answer_duplicates(connection, batch_id, now, lines=lines[batch_id])
+    if interactive:
+        end_interactive(connection, interactive, now)
     return [result["request_id"] for result in results]
 
 
@@ -1786,17 +1815,24 @@ def _add_file(connection: Connection, file: NewFile | None, batch: Any, purpose:
 
 def _count(
     connection: Connection, batch_id: int, added: Mapping[str, int], *, only_in: BatchStatus | None = None
-) -> None:
-    """Raise a batch's counters. only_in: the status that alone allows it."""
-    statement = (
-        update(BATCHES)
-        .where(BATCHES.c.id == batch_id)
-        .values({column: BATCHES.c[column] + amount for column, amount in added.items() if amount})
-    )
+) -> bool:
+    """Raise a batch's counters. only_in: the status that alone allows it. Returns whether the batch is interactive."""
+    amounts = {column: amount for column, amount in added.items() if amount}
+    values = {"batch": batch_id, **{f"more_{column}": amount for column, amount in amounts.items()}}
+    row = connection.execute(_counting(tuple(sorted(amounts)), only_in), values).first()
+    if row is None:
+        raise IllegalMove(f"batch {batch_id} takes no more lines: it is {_batch_status(connection, batch_id)}")
+    return bool(row.is_interactive)
+
+
+@lru_cache(maxsize=128)
+def _counting(columns: tuple[str, ...], only_in: BatchStatus | None) -> Any:
+    """The statement that raises these counters: putting it together costs more than running it."""
+    statement = update(BATCHES).where(BATCHES.c.id == bindparam("batch"))
     if only_in is not None:
         statement = statement.where(BATCHES.c.status == only_in.value)
-    if _rowcount(connection.execute(statement)) != 1:
-        raise IllegalMove(f"batch {batch_id} takes no more lines: it is {_batch_status(connection, batch_id)}")
+    more = {column: BATCHES.c[column] + bindparam(f"more_{column}") for column in columns}
+    return statement.values(more).returning(BATCHES.c.is_interactive)
 
 
 def _move_batch(

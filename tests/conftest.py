@@ -34,6 +34,10 @@ from storage.database import Database, open_database, upgrade_schema
 
 START_S = 90.0
 
+# Tests start hundreds of our processes. Where this is set, as it often is in containers, each of them would compile our
+# packages anew, for a quarter of a second or more.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Times vary on shared machines: a slow example is not a wrong one.
 hypothesis_settings.register_profile(
     "promptmill",

@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from sqlalchemy import text
 
 from jobs.inputs import InputOptions
@@ -152,10 +154,15 @@ class Mill:
     def worker(self) -> subprocess.Popen[bytes]:
         return self.start("worker", "--artifact", self.artifact)
 
+    @property
+    def queue_socket(self) -> Path:
+        """Of the embedded queue server."""
+        return self.home / "run" / "queue.sock"
+
     def queue_client(self) -> redis.Redis:
         if self.queue is not None:
             return self.queue.client()
-        return redis.Redis(unix_socket_path=str(self.home / "run" / "queue.sock"))
+        return redis.Redis(unix_socket_path=str(self.queue_socket))
 
     def wipe(self) -> None:
         with self.queue_client() as client:
@@ -173,8 +180,10 @@ class Mill:
         for leftover in self.leftovers():
             with contextlib.suppress(psutil.Error):
                 leftover.kill()
-        with contextlib.suppress(redis.RedisError, OSError), self.queue_client() as client:
-            if self.queue is None:
+        if self.queue is None:
+            # Once, without the client's usual retries: it takes the server's end for a lost connection.
+            client = redis.Redis(unix_socket_path=str(self.queue_socket), retry=Retry(NoBackoff(), 0))
+            with contextlib.suppress(redis.RedisError, OSError), client:
                 client.shutdown(nosave=True)
         self.database.close()
 

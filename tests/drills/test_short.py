@@ -64,7 +64,10 @@ def test_a_worker_that_dies_after_it_has_recorded_costs_no_second_answer(
     make_mill: MakeMill, record: Record, plan: Plan
 ) -> None:
     """The answers are committed and the message is not yet acknowledged: it comes again and finds nothing to do."""
-    mill = make_mill("sqlite", "log", settings={"ENGINE_NULL_TOKEN_S": "0.005", "WORKER_LEASE_S": "5"}, seed=42)
+    settings = {"ENGINE_NULL_TOKEN_S": "0.005", "WORKER_LEASE_S": "5"}
+    # Nobody reports its death, so that what it had received is found by its age alone.
+    soon = {"kind": "looks_for_lost_messages_soon", "roles": ["tick"], "after_s": 5.0}
+    mill = make_mill("sqlite", "log", settings=settings, faults=[soon], seed=42)
     mill.submit(600)
     mill.start("tick")
     at = {"point": "workers.recorder:Recorder._write", "nth": 2, "when": "after"}

@@ -167,6 +167,14 @@ def restarts_soon(longest_s: float) -> None:
 
 
 @fault
+def looks_for_lost_messages_soon(after_s: float) -> None:
+    """What was sent so long ago, and is neither in the queue nor claimed, counts as lost; in real life after 30 s."""
+    import jobs.sweep
+
+    jobs.sweep.LOST_AFTER_S = jobs.sweep.CLAIMED_WITHIN_S = after_s
+
+
+@fault
 def clock_jumps(by_s: float, when_there_is: str) -> None:
     """The wall clock jumps as soon as that file is there, for all processes at once; the steady clock goes on."""
     real, signal_file = time.time, Path(when_there_is)

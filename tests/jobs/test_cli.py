@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from jobs import cli
-from jobs.inputs import InputFormat
+from jobs.inputs import InputFormat, InputOptions
 from jobs.protocol import Endpoint
+from jobs.source import open_source
+from jobs.submit import submit
+from storage.database import Database
 from storage.models import BatchStatus
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +34,68 @@ def test_help_imports_nothing_heavy() -> None:
     code = f"import sys, jobs.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+# Runs commands one after another, and writes down what was imported for them.
+COMMANDS = """
+import json, sys
+from pathlib import Path
+from jobs.cli import cli
+
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli(arguments, prog_name="promptmill")
+    except SystemExit as ended:
+        assert ended.code == 0, (arguments, ended.code)
+Path(sys.argv[2]).write_text(json.dumps(sorted(sys.modules)))
+"""
+# What runs models, what serves, what takes work in, what makes or reads lines and logs.
+MODELS = {"gguf", "numpy", "onnx", "onnxruntime", "pynvml", "tokenizers", "workers"}
+SERVICES = {"celery", "fastapi", "httpx", "kombu", "prometheus_client", "redis", "uvicorn"}
+SUBMISSIONS = {"jinja2", "jobs.inputs", "jobs.submit", "pyarrow"}
+LINES = {"jobs.finalize", "jobs.protocol", "jobs.results", "jobs.worker_process", "psutil", "structlog"}
+# Alembic is for a database of another version, and the mapper of objects is used by nobody.
+NEVER = {"alembic", "sqlalchemy.orm"}
+HEAVY = MODELS | SERVICES | SUBMISSIONS | NEVER
+
+
+@pytest.mark.parametrize(
+    ("commands", "spared"),
+    [
+        ([["list"], ["show", "last"]], HEAVY | LINES),
+        ([["pause", "last"], ["set", "last", "--priority", "3"], ["resume", "last"]], HEAVY | LINES | {"rich"}),
+        ([["cancel", "last"]], HEAVY),
+    ],
+    ids=["looking", "steering", "cancelling"],
+)
+def test_looking_at_a_batch_and_steering_it_import_no_more_than_they_need(
+    sqlite_database: Database, tmp_path: Path, commands: list[list[str]], spared: set[str]
+) -> None:
+    """They must be there at once, also beside workers that use every core; nearly all of their time is imports."""
+    path = tmp_path / "in.txt"
+    path.write_text("one\ntwo\n")
+    with open_source(path, tmp_path) as source:
+        submit(sqlite_database, source, InputOptions(model="smol"))
+    imported = tmp_path / "imported.json"
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands), str(imported)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert spared & set(json.loads(imported.read_text())) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "spared"),
+    [
+        ("jobs.up", MODELS | NEVER | {"fastapi", "pyarrow"}),
+        ("jobs.gateway.server", MODELS | NEVER | {"httpx", "pyarrow"}),
+        ("workers.worker", NEVER | {"fastapi", "gguf", "onnx", "pyarrow", "workers.models.convert"}),
+    ],
+)
+def test_a_service_starts_without_what_only_others_need(module: str, spared: set[str]) -> None:
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert spared & set(json.loads(done.stdout)) == set()
 
 
 def test_each_command_stands_in_one_section_and_has_a_summary() -> None:

@@ -244,6 +244,78 @@ class TestContext:
         )
 
 
+class TestPromptsAlone:
+    """A prompt with nothing special about it is written without a model of its own, and must come out the same."""
+
+    @given(
+        st.lists(st.text(min_size=1), min_size=1, max_size=4),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "temperature": st.floats(0, 2),
+                "max_tokens": st.integers(1, 2**40),
+                "max_completion_tokens": st.none() | st.integers(1, 9),
+                "seed": st.integers(-(2**63), 2**63 - 1),
+                "stop": st.text(min_size=1, max_size=5) | st.just([]),
+                "user": st.just("") | st.text(),
+                "logit_bias": st.dictionaries(st.integers(0, 99).map(str), st.floats(-100, 100), max_size=2),
+                "logprobs": st.just(True),
+                "model": st.just("smol"),
+            },
+        ),
+        st.sampled_from([{}, {"system": "Be brief."}, {"context": 'A "book".'}, {"system": "x", "context": "y"}]),
+        st.sampled_from([GenerationBody(), GenerationBody(temperature=0.5, user="")]),
+    )
+    def test_a_prompt_line_is_the_chat_it_stands_for(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        prompts: list[str],
+        said: dict[str, object],
+        placed: dict[str, str],
+        defaults: GenerationBody,
+    ) -> None:
+        assume(not any("\0" in prompt for prompt in prompts) and "\0" not in str(said))
+        assume("max_tokens" not in said or said.get("max_completion_tokens") is None)
+        path = tmp_path_factory.getbasetemp() / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": prompt, **said}) + "\n" for prompt in prompts))
+        system = "\n\n".join(placed.values())
+        messages = [{"role": "system", "content": system}] if system else []
+        for prompt, item in zip(prompts, read(path, defaults=defaults, **placed), strict=True):
+            assert isinstance(item, InputLine), item
+            wanted = {"messages": [*messages, {"role": "user", "content": prompt}], **said}
+            if wanted.get("max_completion_tokens"):
+                wanted["max_tokens"] = wanted.pop("max_completion_tokens")
+            filled = {"temperature": 0.5, "user": ""} if defaults.temperature else {}
+            body = load_body(Endpoint.CHAT, item.body, item.prefix)
+            assert body == ChatBody.model_validate_json(json.dumps(filled | wanted))
+            assert item.body == load_body(Endpoint.CHAT, item.body).to_json()
+
+    def test_what_a_line_says_wrong_is_refused_though_the_line_before_said_much_the_same(self, write: Write) -> None:
+        lines: list[dict[str, object]] = [
+            {"prompt": "a", "seed": 1},
+            {"prompt": "", "seed": 1},
+            {"prompt": "a", "seed": 1, "stream": True},
+            {"prompt": "a", "seed": 1, "model": "other"},
+            {"prompt": "b", "seed": 1},
+        ]
+        items = read(write("in.jsonl", "\n".join(map(json.dumps, lines)).encode()))
+        assert [(line, code) for line, code, _ in refused(items)] == [
+            (2, "empty_prompt"),
+            (3, "unsupported_value"),
+            (4, "model_not_found"),
+        ]
+        for endpoint in Endpoint:
+            items = read(write("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), endpoint=endpoint)
+            good = [item for item in items if isinstance(item, InputLine)]
+            assert [(item.line, load_body(endpoint, item.body).seed) for item in good] == [(1, 1), (5, 1)]
+
+    def test_a_long_system_text_is_kept_once(self, write: Write) -> None:
+        rules = "x" * 2000
+        items = read(write("in.txt", b"why?\nhow?\n"), system=rules)
+        assert texts(items) == [[f"system: {rules}", "user: why?"], [f"system: {rules}", "user: how?"]]
+        assert [item.prefix for item in items if isinstance(item, InputLine)] == [rules, rules]
+
+
 class TestPrefixes:
     """In files without `--context` a long beginning that repeats is found and stored once."""
 

@@ -10,7 +10,7 @@ from celery import Celery
 from sqlalchemy import select
 
 from jobs import interactive, steering
-from jobs.interactive import Asked
+from jobs.interactive import Answer, Asked
 from jobs.protocol import Endpoint, parse_body
 from jobs.queue import InteractiveQueue, make_app, queue_depth, waiting_ids
 from jobs.settings import QueueSettings, Settings
@@ -18,10 +18,10 @@ from jobs.sweep import sweep
 from storage import queries, transitions
 from storage.database import Database
 from storage.errors import InvalidRequest
-from storage.models import BatchStatus, Door, RequestStatus
+from storage.models import REQUESTS, BatchStatus, Door, RequestStatus
 from storage.purge import purge_rows, purge_text
-from storage.queries import BatchRow
-from storage.transitions import REQUESTS, AttemptRecord, RequestOutcome
+from storage.queries import BatchRow, ResultRow
+from storage.transitions import AttemptRecord, RequestOutcome
 
 MODEL = "tiny"
 BODY = parse_body(Endpoint.CHAT, json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}))
@@ -46,6 +46,11 @@ def batch_of(database: Database, asked: Asked) -> BatchRow:
         found = queries.find_batch_by_id(connection, asked.batch_id)
     assert found is not None
     return found
+
+
+def result_of(database: Database, asked: Asked) -> ResultRow | None:
+    with database.read() as connection:
+        return next(iter(queries.results_of(connection, [asked.request_id])), None)
 
 
 def status_of(database: Database, asked: Asked) -> str:
@@ -87,9 +92,11 @@ def test_a_request_is_on_its_queue_at_once_and_its_answer_ends_its_batch(databas
     before = batch_of(database, asked)
     assert (before.status, before.is_interactive, before.total_requests) == (BatchStatus.IN_PROGRESS, True, 1)
     assert before.expires_at is not None
-    assert interactive.result_of(database, asked.request_id) is None
+    assert result_of(database, asked) is None
     assert record(database, asked, claim(database, asked)) == [asked.request_id]
-    result = interactive.result_of(database, asked.request_id)
+    result = result_of(database, asked)
+    (answer,) = interactive.answers_of(database, [asked.request_id])
+    assert answer == Answer(asked.request_id, 200, '{"choices": []}', None)
     assert result is not None
     assert (result.status_code, result.response, result.custom_id) == (200, '{"choices": []}', "mine")
     after = batch_of(database, asked)
@@ -109,7 +116,7 @@ def test_a_request_that_is_given_up_ends_at_once_whether_it_waits_or_runs(
         claim(database, asked)
     assert interactive.give_up(database, app, asked.request_id, has_expired=has_expired)
     assert not interactive.give_up(database, app, asked.request_id)
-    batch, result = batch_of(database, asked), interactive.result_of(database, asked.request_id)
+    batch, result = batch_of(database, asked), result_of(database, asked)
     assert result is not None
     assert result.status_code is None
     if has_expired:
@@ -224,7 +231,7 @@ def test_single_requests_stay_out_of_lists_and_go_with_the_others(database: Data
     later = database.now() + 1.0
     purged = purge_text(database, ended_before=later, now=later)
     assert (purged.batches, purged.requests) == (1, 1)
-    result = interactive.result_of(database, answered.request_id)
+    result = result_of(database, answered)
     assert result is not None
     assert (result.status_code, result.response) == (200, None)
     assert purge_text(database, ended_before=later, now=later).batches == 0

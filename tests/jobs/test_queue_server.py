@@ -202,7 +202,8 @@ def test_a_stale_socket_is_removed(here: Settings) -> None:
         assert server.is_alive()
 
 
-def test_a_socket_that_another_program_holds_is_named(here: Settings) -> None:
+def test_a_socket_that_another_program_holds_is_named(here: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_server, "ANSWER_S", 0.5)  # it never answers
     here.runtime_dir.mkdir(parents=True)
     path = here.runtime_dir / "queue.sock"
     with socket.socket(socket.AF_UNIX) as other:

@@ -16,9 +16,10 @@ from jobs.audit import audit_request
 from jobs.inputs import InputOptions
 from jobs.protocol import dump_json
 from jobs.report import attempt_facts, batches_table, summary_table
-from jobs.results import FormerResults, OutputError, check_output, errors_path, summarise, write_results
+from jobs.results import FormerResults, OutputError, check_output, errors_path, write_results
 from jobs.source import open_source
 from jobs.submit import submit
+from jobs.summary import summarise
 from storage import queries, transitions
 from storage.database import Database
 from storage.models import RequestStatus, ServedFrom

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs import steering
+from jobs.finalize import finalize_batches
 from storage import queries, transitions
 from storage.database import Database
 from storage.models import BatchStatus
@@ -74,6 +75,37 @@ def test_an_illegal_move_is_explained_by_the_public_id(database: Database, tmp_p
     batch = steering.cancel(database, make_batch(database, "batch_xyz1"), tmp_path)
     with pytest.raises(steering.SteeringError, match="batch_xyz1 is cancelled"):
         steering.pause(database, batch)
+
+
+def test_a_cancel_ends_its_own_batch_and_leaves_others_to_whoever_sweeps(database: Database, tmp_path: Path) -> None:
+    other, mine = make_batch(database, "batch_1"), make_batch(database, "batch_2")
+    steering.begin_cancel(database, other)
+    with database.write() as connection:
+        assert transitions.end_requests(connection, other.id, database.now()) == 3
+    assert steering.cancel(database, mine, tmp_path).status is BatchStatus.CANCELLED
+    assert steering.find_batch(database, "batch_1").status is BatchStatus.CANCELLING
+
+
+def test_the_files_of_a_long_cancelled_batch_are_left_to_whoever_sweeps(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cancels does not wait while a million lines are written."""
+    monkeypatch.setattr(steering, "CANCEL_LINES", 2)
+    files_dir = tmp_path / "files"
+    assert steering.cancel(database, make_batch(database, "batch_1"), files_dir).status is BatchStatus.CANCELLING
+    assert not files_dir.exists()
+    (published,) = finalize_batches(database, files_dir, database.now())
+    assert steering.find_batch(database, "batch_1").id == published
+
+
+def test_a_retry_runs_failed_lines_and_says_so_when_there_are_none(database: Database, tmp_path: Path) -> None:
+    batch = make_batch(database, "batch_1")
+    with pytest.raises(steering.SteeringError, match="batch_1 is in_progress: only what has ended can be retried"):
+        steering.retry_failed(database, batch)
+    cancelled = steering.cancel(database, batch, tmp_path)
+    assert steering.retry_failed(database, cancelled) == 3
+    with database.read() as connection:
+        assert transitions.first_retriable_line(connection, batch.id) == transitions.NO_LINE
 
 
 @pytest.mark.parametrize(

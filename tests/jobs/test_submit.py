@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
 
 from jobs import submit as submit_module
 from jobs.inputs import InputOptions
-from jobs.protocol import Endpoint, GenerationBody, load_body
+from jobs.protocol import ChatBody, Endpoint, GenerationBody, load_body
 from jobs.source import InputError, open_source
-from jobs.submit import BatchOptions, Submission, SubmitProgress, estimate_tokens, submit
+from jobs.submit import BatchOptions, Submission, SubmitProgress, estimate_tokens, is_deterministic, submit
 from jobs.template import PromptTemplate
-from storage import queries, transitions
+from storage import audit, queries, transitions
 from storage.database import Database
 from storage.errors import StorageError
 from storage.models import BatchStatus, RequestStatus
@@ -334,6 +338,46 @@ def test_deterministic_lines_that_ask_the_same_wait_for_one_answer(database: Dat
 def test_tokens_are_estimated_from_text_and_bound() -> None:
     assert estimate_tokens('{"prompt":"' + "x" * 388 + '"}') == 100 + 256
     assert estimate_tokens('{"prompt":"say \\"max_tokens\\":9","max_tokens":5}', 400) == 117
+
+
+@given(
+    st.text(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0, 0.0, -0.0, 1e-300, 0.05, 1]),
+            "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
+            "user": st.sampled_from(['"seed":1,', '"temperature":0.0}', "seed"]),
+            "metadata": st.just({"seed": "1", "temperature": "0", "a": '"seed":1,'}),
+            "stop": st.just(['"seed":1}', "seed"]),
+            "logit_bias": st.just({"0": 0}),
+        },
+    ),
+)
+def test_what_always_gets_the_same_answer_is_told_from_the_text_of_a_body(prompt: str, said: dict[str, object]) -> None:
+    """Each line is asked; reading its JSON for that would cost a tenth of all that a line costs."""
+    for content in (prompt, f'{prompt}","seed":1,"temperature":0.0}}'):
+        body = ChatBody.model_validate_json(json.dumps({"messages": [{"role": "user", "content": content}], **said}))
+        assert is_deterministic(body.to_json()) == (said.get("temperature") == 0 or said.get("seed") is not None)
+
+
+def test_a_question_is_the_same_number_in_every_version(sqlite_database: Database, path: Path) -> None:
+    """What a job has answered before an upgrade is found by it."""
+    book = "A sentence of the book.\n" * 60
+    path = path.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("a", f"{book}b", f"{book}c")))
+    batch = send(sqlite_database, path, batch_options=BatchOptions(artifact_digest="sha256:1")).batch
+    scope = hashlib.blake2b(f"/v1/chat/completions\n{batch.model}\nsha256:1".encode(), digest_size=32).digest()
+    with sqlite_database.read() as connection:
+        pending = queries.next_pending(connection, batch.id, 10)
+        rows = [row for request in pending if (row := audit.find_request(connection, request.id)) is not None]
+        hashes = {row.line: row.question_hash for row in connection.execute(text("SELECT * FROM requests"))}
+    for row in rows:
+        assert row.body is not None
+        digest = hashlib.blake2b(row.prefix.encode(), digest_size=16).digest() if row.prefix else b""
+        whole = hashlib.blake2b(digest + row.body.encode(), digest_size=16, key=scope).digest()
+        assert hashes[row.line] == int.from_bytes(whole[:8], "big", signed=True)
+    assert sorted(bool(row.prefix) for row in rows) == [False, False, True]
 
 
 # --- lines that run while later ones are read ----------------------------------------------------------------------

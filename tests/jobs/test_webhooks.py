@@ -16,14 +16,14 @@ from typing import Any
 import openai
 import pytest
 
-from jobs import webhooks
+from jobs import webhook_sender, webhooks
 from jobs.settings import WebhookSettings
 from jobs.webhook_sender import WebhookSender
 from jobs.webhooks import EVENTS, AddressRefused, add_endpoint, is_public, parse_networks, parse_target, pause_s
 from storage import outbox, transitions
 from storage.database import Database
 from storage.errors import InvalidRequest
-from storage.models import BatchStatus
+from storage.models import BATCHES, BatchStatus
 from storage.outbox import DeliveryRow, EndpointRow
 from storage.purge import purge_rows, purge_text
 from storage.transitions import NewBatch, NewRequest
@@ -104,7 +104,9 @@ def receive() -> Iterator[Callable[..., Receiver]]:
 
 
 @pytest.fixture
-def sending() -> Iterator[Callable[..., WebhookSender]]:
+def sending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WebhookSender]]:
+    """Senders that look for what is due more often than in real life, where a second is soon enough."""
+    monkeypatch.setattr(webhook_sender, "LOOK_S", 0.05)
     started: list[WebhookSender] = []
 
     def start(database: Database, settings: WebhookSettings = QUICK) -> WebhookSender:
@@ -148,9 +150,7 @@ def end_batch(database: Database, batch_id: int, status: BatchStatus) -> str:
             assert transitions.publish_batch(connection, batch_id, now, output=None, errors=None)
     with database.read() as connection:
         return str(
-            connection.execute(
-                transitions.select(transitions.BATCHES.c.public_id).where(transitions.BATCHES.c.id == batch_id)
-            ).scalar_one()
+            connection.execute(transitions.select(BATCHES.c.public_id).where(BATCHES.c.id == batch_id)).scalar_one()
         )
 
 

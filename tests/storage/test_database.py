@@ -19,14 +19,14 @@ from sqlalchemy import text
 import storage.migrations
 from storage.database import SCHEMA_REVISION, Database, check_schema, open_database, schema_revision, upgrade_schema
 from storage.errors import StorageError
-from storage.models import Base
+from storage.models import METADATA
 
 
 def test_the_migrations_make_exactly_the_tables_of_the_models(database: Database) -> None:
     """The steps are written by hand; this is what holds them to the models."""
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, METADATA) == []
         checks = {
             check for table in ("batches", "requests") for check in _check_constraints(database, connection, table)
         }
@@ -49,7 +49,7 @@ def test_partial_indexes_are_partial_in_the_database_too(database: Database) -> 
         partial = {name for name, sql in connection.execute(text(question)) if " where " in sql.lower()}
     wanted = {
         index.name
-        for table in Base.metadata.tables.values()
+        for table in METADATA.tables.values()
         for index in table.indexes
         if index.dialect_kwargs.get("sqlite_where") is not None
     }

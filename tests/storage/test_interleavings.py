@@ -14,12 +14,9 @@ from sqlalchemy import select, text
 
 from storage import queries, transitions
 from storage.database import Connection, Database
-from storage.models import BatchStatus, RequestStatus
+from storage.models import ATTEMPTS, REQUESTS, RESULTS, BatchStatus, RequestStatus
 from storage.retries import RetryLimits
 from storage.transitions import (
-    ATTEMPTS,
-    REQUESTS,
-    RESULTS,
     AttemptRecord,
     ClaimedRequest,
     IllegalMove,

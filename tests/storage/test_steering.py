@@ -7,11 +7,10 @@ from sqlalchemy import select
 
 from storage import queries, transitions
 from storage.database import Database
-from storage.models import BatchStatus, RequestStatus
+from storage.models import REQUESTS, BatchStatus, RequestStatus
 from storage.purge import purge_rows, purge_text
 from storage.retries import Death, RetryLimits, Sentence, judge
 from storage.transitions import (
-    REQUESTS,
     AttemptRecord,
     ClaimedRequest,
     IllegalMove,
@@ -272,6 +271,13 @@ def test_an_old_message_does_not_bring_suspects_into_larger_company(database: Da
         die(database)
     with database.read() as connection:
         assert queries.isolated_requests(connection, ids) == []  # not queued
+    with database.write() as connection:
+        transitions.queue_requests(connection, ids[:1], NOW + 1)
+        suspect = transitions.claim_requests(
+            connection, ids[:1], worker="busy", lease_s=60, now=NOW + 1, but_isolated=True
+        )
+        assert suspect == [], "it would run beside what that worker has in hand"
+        transitions.unqueue_requests(connection, ids[:1])
     held = claim(database, ids, now=NOW + 1)  # all ten at once, as an old message might
     assert [each.id for each in held] == ids[8:]
     assert [each.id for each in claim(database, ids[:1], now=NOW + 2)] == ids[:1]

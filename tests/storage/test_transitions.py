@@ -10,9 +10,8 @@ from sqlalchemy import select
 
 from storage import queries, transitions
 from storage.database import Database
-from storage.models import BatchStatus, RequestStatus, WorkerStatus
+from storage.models import REQUESTS, BatchStatus, RequestStatus, WorkerStatus
 from storage.transitions import (
-    REQUESTS,
     AttemptRecord,
     ClaimedRequest,
     IllegalMove,
