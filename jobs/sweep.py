@@ -197,5 +197,6 @@ def _find_lost(database: Database, app: Celery, now: float, *, leases_ran_out: b
         return 0
     with database.write() as connection:
         returned = transitions.unqueue_requests(connection, lost)
-    log.warning("messages_lost", requests=returned)
+    if returned:  # none: they were taken meanwhile
+        log.warning("messages_lost", requests=returned)
     return returned

@@ -1,4 +1,4 @@
-"""The workers' side of the command line: convert, verify, worker, probe."""
+"""The workers' side of the command line: convert, verify, worker, probe, devices, operators."""
 
 from __future__ import annotations
 
@@ -152,6 +152,15 @@ def devices(artifact: Path, gpus: str) -> None:
         loaded = load_artifact(artifact, check_digests=False)
         plan = plan_workers(gpus, settings.engine.flavour, loaded, os.environ, pynvml, cuda_trouble)
         click.echo(json.dumps(asdict(plan)))
+
+
+@cli.command()
+def operators() -> None:
+    """Build the CUDA flavour's operators into the package, for a machine or an image whose C compiler goes again."""
+    from workers.engine.cuda_ops import install_library
+
+    with _errors_as_one_line():
+        click.echo(install_library())
 
 
 def _folder(named: Path, settings: Settings) -> Path:

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from storage.errors import PromptmillError
 from workers.devices import GpuError, ailment, driver_version, list_devices, open_nvml, read_device
+from workers.engine.cuda_ops import operators_trouble
 from workers.engine.flavour import choose_flavour, cuda_trouble, load_libraries
 from workers.models.artifact import load_artifact
 
@@ -42,6 +43,7 @@ def probe(artifacts: Sequence[Path] = ()) -> dict[str, Any]:
         "gpus": devices,
         "driver": driver,
         "cuda_trouble": trouble,
+        "operators_trouble": None if trouble else operators_trouble(),
         "flavours": {str(path): _flavour(path, trouble) for path in artifacts},
     }
 

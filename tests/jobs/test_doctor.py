@@ -21,7 +21,15 @@ CUDA_FAILS = {"name": "CUDAExecutionProvider", "starts": False, "error": "its li
 
 
 def findings(**found: Any) -> list[Finding]:
-    machine = {"gpus": [], "driver": "580.95.05", "providers": [], "cuda_trouble": None, "flavours": {}, **found}
+    machine = {
+        "gpus": [],
+        "driver": "580.95.05",
+        "providers": [],
+        "cuda_trouble": None,
+        "operators_trouble": None,
+        "flavours": {},
+        **found,
+    }
     return list(compute_findings(machine))
 
 
@@ -44,6 +52,15 @@ def test_missing_libraries_are_named_with_the_extra_that_brings_them() -> None:
     assert provider.level == "missing"
     assert provider.text == "there is a GPU, but CUDA 13 or cuDNN 9 is not complete, libcudnn.so.9 cannot be loaded"
     assert provider.way_out == "pip install 'promptmill[cuda]'"
+
+
+def test_a_gpu_without_a_compiler_is_slower_and_no_fault() -> None:
+    (_, _, built) = findings(gpus=[GPU], providers=[CUDA_STARTS])
+    assert (built.level, built.subject) == ("ok", "GPU operators")
+    trouble = "no C compiler was found (cc, gcc, clang); install one"
+    (_, _, missing) = findings(gpus=[GPU], providers=[CUDA_STARTS], operators_trouble=trouble)
+    assert missing.level == "note"
+    assert missing.text.startswith("no C compiler was found (cc, gcc, clang); install one; so ONNX Runtime's own run")
 
 
 def test_what_runs_each_artifact_is_said_with_the_reason() -> None:

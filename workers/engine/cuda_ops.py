@@ -30,6 +30,7 @@ _SOURCES = Path(__file__).parent / "native"
 _KERNELS = (b"rotate_append", b"gated_product", b"row_argmax", b"softmax_weight")
 _ATTENTION = (b"attend", b"attend_join")
 _COMPILERS = ("cc", "gcc", "clang")
+OLDEST_ARCHITECTURE = "sm_80"
 _FLAGS = ("-O2", "-shared", "-fPIC")
 _COMPILE_LIMIT_S = 60
 
@@ -79,6 +80,16 @@ def install_library() -> Path:
     return Path(shutil.copy2(library, _SOURCES / library.name))
 
 
+def operators_trouble() -> str | None:
+    """Why a worker here would do without our own operators. None: it has them."""
+    try:
+        build_library()
+        compile_kernels("float16", OLDEST_ARCHITECTURE)
+    except OperatorsUnavailable as error:
+        return error.message
+    return None
+
+
 def compile_kernels(dtype: CudaType, architecture: str, head_dim: int = 0, group: int = 0) -> bytes:
     """Compile kernels.cu. architecture: as NVRTC names it, such as sm_90. head_dim, group: of the attention kernel; 0
     leaves it out. Raises OperatorsUnavailable.
@@ -90,7 +101,11 @@ def compile_kernels(dtype: CudaType, architecture: str, head_dim: int = 0, group
         options.append(b"-DBFLOAT16")
     if group:
         options += [f"-DATTEND_DIM={head_dim}".encode(), f"-DATTEND_GROUP={group}".encode()]
-    program = _checked(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, [], []))
+    try:
+        program = _checked(nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, [], []))
+    except RuntimeError as error:  # the bindings look for the library at the first call
+        reason = " ".join(str(error).split())
+        raise OperatorsUnavailable(f"NVIDIA's runtime compiler cannot be loaded ({reason})") from error
     try:
         (answer,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(answer):
