@@ -3,7 +3,9 @@
 The cache is `count` blocks of `block_size` positions. A request owns a list of blocks, its table; its position p is in
 block `p // block_size`. A full block can be registered under the digest of every token up to its end: then later
 requests with the same beginning share it. A registered block that nobody reads stays cached until its memory is wanted,
-least recently used first. Block 0 belongs to no one: padding rows write into it. This file moves no memory.
+least recently used first. Where a beginning ends within a block, that block's first positions can be copied from one of
+the blocks that follow the same full ones (`Tail`). Block 0 belongs to no one: padding rows write into it. This file
+moves no memory.
 Invariant: free plus cached plus used blocks equal all blocks but block 0.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +28,20 @@ Digest = bytes
 # What padding rows point at; its content has no meaning.
 SCRATCH_BLOCK = 0
 _DIGEST_BYTES = 16
+# Blocks that are remembered behind the same full ones. Prompts that share a context differ behind it, so any will do.
+_MOST_TAILS = 4
 # Pages that FlashAttention reads directly; smaller ones are silently gathered first (measured: half the speed).
 _MIN_BLOCK_SIZES = ((64, 256), (128, 128), (256, 64))
+
+
+@dataclass(slots=True, eq=False)
+class Tail:
+    """A block by its prompt tokens. parent: digest of all before it. is_computed: their KV is there, or launched."""
+
+    block: int
+    parent: Digest
+    token_ids: TokenIds
+    is_computed: bool = False
 
 
 def chain_digests(token_ids: TokenIds, block_size: int, known: Sequence[Digest] = ()) -> list[Digest]:
@@ -70,6 +85,8 @@ class BlockPool:
         self._digests: list[Digest | None] = [None] * count
         self._by_digest: dict[Digest, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered, no readers; least recently used first
+        self._tails: dict[int, Tail] = {}  # by block
+        self._tails_behind: dict[Digest, list[Tail]] = {}
 
     @property
     def available(self) -> int:
@@ -102,9 +119,36 @@ class BlockPool:
         """Add a reader to registered blocks."""
         for block in blocks:
             assert self._digests[block] is not None, f"block {block} is not registered"
-            if self._readers[block] == 0:
-                del self._cached[block]
-            self._readers[block] += 1
+            self.hold(block)
+
+    def hold(self, block: int) -> None:
+        """Add a reader to a block that is registered or has one."""
+        if self._readers[block] == 0:
+            del self._cached[block]
+        self._readers[block] += 1
+
+    def note_tail(self, block: int, parent: Digest, token_ids: TokenIds) -> None:
+        """Remember a block by what is about to be in it, if few are known behind the same blocks."""
+        behind = self._tails_behind.get(parent, [])
+        if len(behind) < _MOST_TAILS:
+            assert self._readers[block] > 0 and block not in self._tails
+            self._tails[block] = Tail(block, parent, token_ids)
+            self._tails_behind[parent] = [*behind, self._tails[block]]
+
+    def compute_tail(self, block: int) -> None:
+        """Say that the computation of a block's prompt tokens is launched."""
+        tail = self._tails.get(block)
+        if tail is not None:
+            tail.is_computed = True
+
+    def best_tail(self, parent: Digest, token_ids: TokenIds) -> tuple[Tail | None, int]:
+        """The block behind `parent` that begins with most of these tokens, and with how many."""
+        best, length = None, 0
+        for tail in self._tails_behind.get(parent, ()):
+            shared = _common_length(tail.token_ids, token_ids)
+            if shared > length:
+                best, length = tail, shared
+        return best, length
 
     def take(self, count: int) -> list[int] | None:
         """Take blocks for one reader, forgetting cached ones if need be; None, nothing taken, if there are too few."""
@@ -129,6 +173,7 @@ class BlockPool:
             if self._readers[block] == 0:
                 if self._digests[block] is None:
                     self._free.append(block)
+                    self._drop_tail(block)
                 else:
                     self._cached[block] = None
 
@@ -158,9 +203,27 @@ class BlockPool:
         registered = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
         assert registered == self._by_digest
         assert cached <= set(self._by_digest.values())
+        assert not free & set(self._tails), "a free block is remembered as a tail"
+        assert sorted(tail.block for tails in self._tails_behind.values() for tail in tails) == sorted(self._tails)
+        assert all(self._tails_behind.values()), "nothing is kept of parents without tails"
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]
         assert digest is not None
         del self._by_digest[digest]
         self._digests[block] = None
+        self._drop_tail(block)
+
+    def _drop_tail(self, block: int) -> None:
+        tail = self._tails.pop(block, None)
+        if tail is not None:
+            behind = self._tails_behind[tail.parent]
+            behind.remove(tail)
+            if not behind:
+                del self._tails_behind[tail.parent]
+
+
+def _common_length(one: TokenIds, other: TokenIds) -> int:
+    count = min(len(one), len(other))
+    differs = np.flatnonzero(one[:count] != other[:count])
+    return int(differs[0]) if differs.size else count

@@ -14,9 +14,8 @@ import ctypes
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ from onnx import TensorProto
 from storage.errors import PromptmillError
 from workers.engine.blocks import SCRATCH_BLOCK, block_size_for, blocks_for
 from workers.engine.paged_engine import (
+    BlockCopy,
     Int64s,
     PagedDecode,
     PagedPrefill,
@@ -52,14 +52,17 @@ from workers.models.cuda_graph import (
 )
 from workers.models.description import CudaType, ModelDescription
 
+if TYPE_CHECKING:
+    from workers.engine.cuda_ops import OwnOperators
+
 log = structlog.get_logger()
 
 Bytes = npt.NDArray[np.uint8]
 
 # Addresses that ONNX Runtime aliases start at whole multiples of this.
 _ALIGNMENT_BYTES = 256
-# Steps whose results may be unread at once: more than the engine ever has in flight.
-_RING = 8
+# Uses of pinned memory until it is used again: more than the engine has in flight, with copies before its steps.
+_RING = 16
 # Kept free for captured graphs, library handles and the allocator's rounding.
 RESERVED_BYTES = 2 << 30
 # So many captured graphs have fitted into that (H200, 32 layers); each further one is given this much more.
@@ -166,7 +169,7 @@ class CudaRunner:
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
     the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
     prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
-    buckets and a copy of the prefix. operators: the library of our own operators (`load_operators`); without it, decode
+    buckets and a copy of the prefix. operators: our own (`load_operators`); without them, decode
     steps of `split_min_rows` rows or more rotate q and k outside of attention.
     release_weights: called when they are needed no more.
     """
@@ -188,7 +191,7 @@ class CudaRunner:
         prefix_tokens: Sequence[int] = (),
         prefix_min_rows: int = 32,
         split_min_rows: int = 384,
-        operators: Path | None = None,
+        operators: OwnOperators | None = None,
         provider_options: Mapping[str, str] | None = None,
         release_weights: Callable[[], None] = lambda: None,
     ) -> None:
@@ -199,7 +202,8 @@ class CudaRunner:
         self.max_blocks = blocks_for(context_length, self.block_size)
         self.row_buckets: Sequence[int] = tuple(row_buckets or cuda_row_buckets(max_rows))
         self.table_widths: Sequence[int] = tuple(table_widths or cuda_table_widths(self.max_blocks))
-        self._library = operators
+        self._own = operators
+        self.copies_blocks = operators is not None
         self._operators = Operators.FUSED if operators else Operators.STOCK
         self._prompt_kind = Decoder.STEP if operators else Decoder.PROMPT
         self._attends_itself = bool(operators) and has_own_attention(model)
@@ -334,6 +338,28 @@ class CudaRunner:
         decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
         first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
         return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy positions between blocks, behind all steps launched so far."""
+        assert self._own is not None
+        token_bytes = self._model.kv_size * _ITEM_BYTES
+        for start in range(0, len(copies), self.max_rows):
+            some = copies[start : start + self.max_rows]
+            slot = self._take_slot(self._lane)
+            packer = _Packer(slot.control, self._lane.control)
+            entries = [(copy.source, copy.target, copy.count * token_bytes // 16) for copy in some]
+            pointer = packer.add(np.array(entries, dtype=np.int32))
+            self._copy_in(self._lane, self._lane.control, slot.control_pointer, packer.end)
+            self._own.copy_positions(
+                self._lane.stream,
+                self._cache,
+                pointer,
+                len(some),
+                planes=2 * self._model.num_layers,
+                plane_bytes=self.num_blocks * self.block_size * token_bytes,
+                block_bytes=self.block_size * token_bytes,
+            )
+            self._call("cudaEventRecord", slot.event, self._lane.stream)
 
     def first_source(self, ticket: CudaTicket) -> int:
         return ticket.first_source
@@ -543,8 +569,8 @@ class CudaRunner:
     def _open_session(self, model: bytes, stream: int) -> Any:
         options = self._ort.SessionOptions()
         options.log_severity_level = 3
-        if self._library is not None:
-            options.register_custom_ops_library(str(self._library))
+        if self._own is not None:
+            options.register_custom_ops_library(str(self._own.library))
         options.enable_mem_pattern = False  # patterns are kept for each shape that is ever run
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         provider = {

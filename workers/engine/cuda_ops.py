@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ _SOURCES = Path(__file__).parent / "native"
 # In the order that promptmill_set_kernels takes them; the last two exist for heads that `has_own_attention`.
 _KERNELS = (b"rotate_append", b"gated_product", b"row_argmax", b"softmax_weight")
 _ATTENTION = (b"attend", b"attend_join")
+_COPY = b"copy_positions"
+# Blocks of 256 threads that share one copy within a layer's keys or values.
+_COPY_BLOCKS = 8
 _COMPILERS = ("cc", "gcc", "clang")
 OLDEST_ARCHITECTURE = "sm_80"
 _FLAGS = ("-O2", "-shared", "-fPIC")
 _COMPILE_LIMIT_S = 60
 
-# The driver's modules, which must outlive every session.
-_loaded: dict[tuple[CudaType, int, int], Any] = {}
+# What is loaded must outlive every session.
+_loaded: dict[tuple[CudaType, int, int], OwnOperators] = {}
 
 
 class OperatorsUnavailable(PromptmillError):
@@ -45,16 +49,39 @@ class OperatorsUnavailable(PromptmillError):
         super().__init__(message, code="operators_unavailable")
 
 
-def load_operators(model: ModelDescription, dtype: CudaType) -> Path:
-    """Return the library to register with a session, its kernels for this model ready on the current device.
+@dataclass(frozen=True)
+class OwnOperators:
+    """Operators whose kernels are on the current device. library: what a session registers to have them."""
+
+    library: Path
+    _module: Any = field(repr=False)
+
+    def copy_positions(
+        self, stream: Any, cache: int, copies: int, count: int, *, planes: int, plane_bytes: int, block_bytes: int
+    ) -> None:
+        """Copy the beginnings of blocks within every plane of a cache, in a stream.
+
+        cache, copies: device addresses; copies: int32 [count, 3], each a source block, a target block, and how many
+        times 16 bytes. Raises OperatorsUnavailable.
+        """
+        driver = _bindings("driver")
+        function = _checked(driver.cuModuleGetFunction(self._module, _COPY))
+        values = (cache, copies, plane_bytes // 16, block_bytes // 16)
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
+        grid = (count, planes, _COPY_BLOCKS)
+        _checked(driver.cuLaunchKernel(function, *grid, 256, 1, 1, 0, int(stream), (values, types), 0))
+
+
+def load_operators(model: ModelDescription, dtype: CudaType) -> OwnOperators:
+    """Make the operators ready on the current device, for this model.
 
     Raises OperatorsUnavailable.
     """
     library = build_library()
     heads = (model.cache_head_dim, model.num_heads // model.num_kv_heads) if has_own_attention(model) else (0, 0)
     if (dtype, *heads) not in _loaded:
-        _loaded[dtype, *heads] = _hand_over(library, dtype, *heads)
-    return library
+        _loaded[dtype, *heads] = OwnOperators(library, _hand_over(library, dtype, *heads))
+    return _loaded[dtype, *heads]
 
 
 def build_library() -> Path:

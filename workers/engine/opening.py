@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import structlog
@@ -22,6 +22,9 @@ from workers.engine.scheduler import decode_buckets, interactive_slots
 from workers.engine.session import open_cpu_session
 from workers.models.artifact import Artifact, kv_bytes_per_token
 from workers.models.description import CudaType, ModelDescription
+
+if TYPE_CHECKING:
+    from workers.engine.cuda_ops import OwnOperators
 
 log = structlog.get_logger()
 
@@ -148,8 +151,8 @@ def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[s
     )
 
 
-def _own_operators(description: ModelDescription, dtype: CudaType) -> Path | None:
-    """The library of our own operators; None, and why, where it cannot be had."""
+def _own_operators(description: ModelDescription, dtype: CudaType) -> OwnOperators | None:
+    """Our own operators; None, and why, where they cannot be had."""
     from workers.engine.cuda_ops import OperatorsUnavailable, load_operators
 
     try:

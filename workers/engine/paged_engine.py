@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from workers.engine.blocks import SCRATCH_BLOCK, BlockPool, Digest, TokenIds, blocks_for, chain_digests
+from workers.engine.blocks import SCRATCH_BLOCK, BlockPool, Digest, Tail, TokenIds, blocks_for, chain_digests
 from workers.engine.loop import Row, StepLoop
 from workers.engine.request import (
     FinishReason,
@@ -122,6 +122,15 @@ class PagedDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first `count` positions of a block, to be copied into another."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """token_ids: int64 [n]. The rest where extras were asked for: logprob [n], top_ids and top_logprobs [n, k]."""
 
@@ -136,6 +145,7 @@ class PagedRunner(Protocol):
 
     Steps run one after the other, and a decode step may be fed by steps that have not been read.
     prefix_tokens: lengths of prefixes that a decode step of prefix_min_rows rows or more can read once for all rows.
+    copies_blocks: whether `copy_blocks` can be called.
     """
 
     vocab_size: int
@@ -146,6 +156,7 @@ class PagedRunner(Protocol):
     table_widths: Sequence[int]
     prefix_tokens: Sequence[int]
     prefix_min_rows: int
+    copies_blocks: bool
 
     def start(self, report: Callable[[str, int, int], None]) -> int:
         """Load, allocate, warm up; returns the number of blocks, block 0 included."""
@@ -154,6 +165,10 @@ class PagedRunner(Protocol):
     def prefill(self, call: PagedPrefill) -> Any: ...
 
     def decode(self, call: PagedDecode) -> Any: ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy positions between blocks, behind all steps launched so far and before those to come."""
+        ...
 
     def first_source(self, ticket: Any) -> int: ...
 
@@ -187,6 +202,10 @@ class _Row(Row):
     is_retired: bool = False
     answered: list[int] = field(default_factory=list)  # before the last preemption
     counts: dict[int, int] = field(default_factory=dict)
+
+    def parent(self, index: int) -> Digest:
+        """The digest of all before a block."""
+        return self.digests[index - 1] if index else b""
 
 
 @dataclass(slots=True, eq=False)
@@ -306,6 +325,8 @@ class PagedEngine(StepLoop[_Row]):
     stop_token_ids: end a request unless it ignores them. prefill_budget_tokens: prompt tokens in one step.
     prefill_burst_tokens: prompt tokens between two decode steps at most. prefill_wanted_tokens: where not all that wait
     can be admitted, prompts are admitted this many tokens at a time. prefix_reuse: share blocks of equal beginnings.
+    least_copied_tokens: where a beginning ends within a block, so many of its tokens are worth a copy, and a wait for a
+    row that is about to compute them.
     Raises what `runner.start` raises.
     """
 
@@ -318,6 +339,7 @@ class PagedEngine(StepLoop[_Row]):
         prefill_burst_tokens: int = 65536,
         prefill_wanted_tokens: int = 2048,
         prefix_reuse: bool = True,
+        least_copied_tokens: int = 16,
         report: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
         super().__init__(max_batch_size=runner.max_rows, context_length=runner.context_length)
@@ -327,6 +349,7 @@ class PagedEngine(StepLoop[_Row]):
         self._prefill_burst_tokens = prefill_burst_tokens
         self._prefill_wanted_tokens = min(prefill_wanted_tokens, prefill_budget_tokens)
         self._prefix_reuse = prefix_reuse
+        self._least_copied_tokens = least_copied_tokens
         self._stop_token_ids = [token for token in stop_token_ids if token < runner.vocab_size]
         self._is_stop = np.zeros(runner.vocab_size, dtype=bool)
         self._is_stop[self._stop_token_ids] = True
@@ -424,6 +447,8 @@ class PagedEngine(StepLoop[_Row]):
         if not self._waiting or not self._places.free or self._waits_for_room():
             return
         passed_over: deque[_Row] = deque()
+        copies: list[BlockCopy] = []
+        seated: list[_Row] = []
         looks = self.max_batch_size * _LOOKAHEAD_PER_ROW
         while self._waiting and self._places.free and looks:
             looks -= 1
@@ -433,11 +458,40 @@ class PagedEngine(StepLoop[_Row]):
             if len(shared) < len(usable) and usable[len(shared)] in self._computing:
                 passed_over.append(row)
                 continue
+            tail, length = self._find_tail(row, shared)
+            if tail is not None and not tail.is_computed:
+                passed_over.append(row)
+                continue
+            if tail is not None and not self._fits(row, shared, held=(tail.block,)):
+                tail = None
             if not self._fits(row, shared):
                 self._waiting.appendleft(row)
                 break
-            self._seat(row, shared)
+            if tail is not None:
+                self._pool.hold(tail.block)  # until it is copied, or taking blocks could forget it
+            self._seat(row, shared, copied=length if tail is not None else 0)
+            if tail is not None:
+                copies.append(BlockCopy(tail.block, row.blocks[len(shared)], length))
+                seated.append(row)
         self._waiting.extendleft(reversed(passed_over))
+        if copies:
+            try:
+                self._runner.copy_blocks(copies)
+            except Exception as error:
+                self._fail_run(seated, error)
+            finally:
+                self._pool.release([copy.source for copy in copies])
+
+    def _find_tail(self, row: _Row, shared: Sequence[int]) -> tuple[Tail | None, int]:
+        """The block to copy the row's next positions from, and how many; None where that is not worth a copy."""
+        if not self._prefix_reuse or not self._runner.copies_blocks:
+            return None, 0
+        start = len(shared) * self._pool.block_size
+        end = min(start + self._pool.block_size, len(row.context) - 1)  # the last token is computed, for its logits
+        if end - start < self._least_copied_tokens:
+            return None, 0
+        tail, length = self._pool.best_tail(row.parent(len(shared)), row.context[start:end])
+        return (tail, length) if length >= self._least_copied_tokens else (None, 0)
 
     def _waits_for_room(self) -> bool:
         """A dry run of admission that ignores prefixes: see `holds_admission`."""
@@ -471,20 +525,24 @@ class PagedEngine(StepLoop[_Row]):
         tokens = min(len(row.context) + remaining - 1, self.context_length)
         return blocks_for(tokens, self._pool.block_size)
 
-    def _fits(self, row: _Row, shared: Sequence[int]) -> bool:
-        """Whether the row can be admitted so that all admitted ones likely end without a preemption."""
-        room = self._pool.available - self._pool.idle_among(shared)
+    def _fits(self, row: _Row, shared: Sequence[int], held: Sequence[int] = ()) -> bool:
+        """Whether the row can be admitted so that all admitted ones likely end without a preemption.
+
+        held: blocks that must not be forgotten meanwhile.
+        """
+        room = self._pool.available - self._pool.idle_among([*shared, *held])
         if self._running == 0:
             return blocks_for(len(row.context), self._pool.block_size) - len(shared) <= room
         return self._expected_blocks(row) - len(shared) <= room - self._growth()
 
-    def _seat(self, row: _Row, shared: list[int]) -> None:
+    def _seat(self, row: _Row, shared: list[int], *, copied: int) -> None:
+        """Give a row its place and blocks. copied: tokens behind the shared blocks that will be copied."""
         self._pool.share(shared)
         taken = self._pool.take(blocks_for(len(row.context), self._pool.block_size) - len(shared))
         assert taken is not None
         place = self._places.settle(row)
         row.blocks = [*shared, *taken]
-        row.computed = len(shared) * self._pool.block_size
+        row.computed = len(shared) * self._pool.block_size + copied
         row.registered = len(shared)
         if row.cached is None:
             row.cached = row.computed
@@ -495,6 +553,11 @@ class PagedEngine(StepLoop[_Row]):
         self._places.expected_blocks[place] = self._expected_blocks(row)
         for digest in row.digests[row.registered :]:
             self._computing[digest] = self._computing.get(digest, 0) + 1
+        if self._prefix_reuse and self._runner.copies_blocks:
+            size = self._pool.block_size
+            for index in range(len(shared), len(row.blocks)):
+                tokens = row.context[index * size : (index + 1) * size]
+                self._pool.note_tail(row.blocks[index], row.parent(index), tokens)
         self._prefilling.append(row)
         self._running += 1
 
@@ -541,7 +604,11 @@ class PagedEngine(StepLoop[_Row]):
         self._steps += 1
 
     def _register(self, row: _Row) -> None:
-        """Let others share the full prompt blocks whose computation is launched."""
+        """Let others share the prompt blocks whose computation is launched."""
+        size = self._pool.block_size
+        is_whole = row.computed == len(row.context)
+        for index in range(row.registered, len(row.blocks) if is_whole else row.computed // size):
+            self._pool.compute_tail(row.blocks[index])
         full = min(row.computed // self._pool.block_size, len(row.digests))
         for index in range(row.registered, full):
             self._pool.register(row.blocks[index], row.digests[index])

@@ -8,14 +8,14 @@ or left out of a table makes an answer wrong, and the tests see it.
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from storage.errors import PromptmillError
 from tests.workers.engine.fake_runner import VOCAB_SIZE, next_token
-from workers.engine.paged_engine import PagedDecode, PagedPrefill, SamplingArrays, StepResult
+from workers.engine.paged_engine import BlockCopy, PagedDecode, PagedPrefill, SamplingArrays, StepResult
 from workers.engine.request import DEVICE_FAILED
 
 VIRTUAL = 1000  # what merges a shared prefix takes a position; no token has this id
@@ -39,8 +39,12 @@ class FakePagedRunner:
         context_length: int,
         *,
         prefix_tokens: tuple[int, ...] = (),
+        copies_blocks: bool = True,
         seed: int = 0,
     ) -> None:
+        self.copies_blocks = copies_blocks
+        self.copied_tokens = 0
+        self.copies_fail = False
         self.block_size = block_size
         self.context_length = context_length
         self.max_rows = max_rows
@@ -131,6 +135,22 @@ class FakePagedRunner:
             return result
 
         return self._launch(first, work)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        assert self.copies_blocks and copies
+        if self.copies_fail:
+            raise RuntimeError("the copy is refused")
+        self.copied_tokens += sum(copy.count for copy in copies)
+
+        def work() -> StepResult:
+            for copy in copies:
+                assert 0 < copy.count <= self.block_size and copy.source != copy.target
+                copied = self.cache[copy.source, : copy.count]
+                assert (copied >= 0).all(), "positions are copied that nothing has been computed for"
+                self.cache[copy.target, : copy.count] = copied
+            return StepResult(np.zeros(0, dtype=np.int64))
+
+        self._launch(0, work)
 
     def decode_source(self, *, is_prefix: bool) -> int:
         return self.max_rows if is_prefix else 0

@@ -74,6 +74,49 @@ def test_a_cached_prefix_comes_back_with_a_reader() -> None:
     assert pool.available == 2
 
 
+def test_the_block_that_begins_alike_longest_is_found_behind_the_same_blocks() -> None:
+    pool = BlockPool(9, BLOCK_SIZE)
+    one, two, other = pool.take(3) or []
+    pool.note_tail(one, b"parent", tokens(1, 2, 3, 4))
+    pool.note_tail(two, b"parent", tokens(1, 9))
+    pool.note_tail(other, b"elsewhere", tokens(1, 2, 3, 5))
+    tail, length = pool.best_tail(b"parent", tokens(1, 2, 3, 5, 6))
+    assert tail is not None and (tail.block, length, tail.is_computed) == (one, 3, False)
+    pool.compute_tail(one)
+    assert tail.is_computed
+    assert pool.best_tail(b"parent", tokens(7, 7)) == (None, 0)
+    assert pool.best_tail(b"unknown", tokens(1)) == (None, 0)
+    pool.release([one])
+    tail, length = pool.best_tail(b"parent", tokens(1, 2, 3))
+    assert tail is not None and (tail.block, length) == (two, 1), "a block that was given back is forgotten"
+    pool.check_integrity()
+
+
+def test_a_registered_block_is_a_tail_until_its_memory_is_wanted() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    (block,) = pool.take(1) or []
+    pool.note_tail(block, b"", tokens(1, 2, 3, 4))
+    pool.compute_tail(block)
+    pool.register(block, b"digest")
+    pool.release([block])
+    assert pool.best_tail(b"", tokens(1, 2))[1] == 2
+    pool.hold(block)
+    assert pool.take(2) is None, "a block that is held is not forgotten"
+    pool.release([block])
+    assert pool.take(2) is not None
+    assert pool.best_tail(b"", tokens(1, 2)) == (None, 0)
+    pool.check_integrity()
+
+
+def test_few_tails_are_kept_behind_one_beginning() -> None:
+    pool = BlockPool(20, BLOCK_SIZE)
+    for number, block in enumerate(pool.take(19) or []):
+        pool.note_tail(block, b"", tokens(number))
+    assert pool.best_tail(b"", tokens(0))[1] == 1
+    assert pool.best_tail(b"", tokens(18)) == (None, 0)
+    pool.check_integrity()
+
+
 @given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
 def test_digests_agree_exactly_as_far_as_the_tokens_do(left: list[int], right: list[int]) -> None:
     one, other = chain_digests(tokens(*left), BLOCK_SIZE), chain_digests(tokens(*right), BLOCK_SIZE)
@@ -103,6 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.tables.append(table)
             for block in table:
                 self.contents.pop(block, None)
+                self.pool.note_tail(block, bytes([block % 2]), tokens(block))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

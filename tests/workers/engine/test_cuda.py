@@ -258,6 +258,22 @@ def _run_decoder(binding: Binding) -> None:
     binding.array("fed_ids")[...] = fed
 
 
+class PretendedOperators:
+    """Our own operators, as far as they are called from Python, over host memory."""
+
+    library = Path("operators.so")
+
+    def copy_positions(
+        self, stream: int, cache: int, copies: int, count: int, *, planes: int, plane_bytes: int, block_bytes: int
+    ) -> None:
+        memory = (ctypes.c_uint8 * (count * 12)).from_address(copies)
+        for source, target, words in np.frombuffer(memory, dtype=np.int32).reshape(count, 3).tolist():
+            assert 0 < words * 16 <= block_bytes
+            for plane in range(planes):
+                base = cache + plane * plane_bytes
+                ctypes.memmove(base + target * block_bytes, base + source * block_bytes, words * 16)
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     pretended = PretendedCuda(free_bytes=cuda.RESERVED_BYTES + (1 << 20))
@@ -290,10 +306,10 @@ def make_runner(model: ModelDescription = TINY, **options: Any) -> CudaRunner:
 
 @pytest.mark.parametrize("prefix_tokens", [(), (16, 32)])
 @pytest.mark.parametrize(
-    ("operators", "head_dim"), [(None, 16), (Path("operators.so"), 16), (Path("operators.so"), 64)]
+    ("operators", "head_dim"), [(None, 16), (PretendedOperators(), 16), (PretendedOperators(), 64)]
 )
 def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
-    device: PretendedCuda, operators: Path | None, head_dim: int, prefix_tokens: tuple[int, ...]
+    device: PretendedCuda, operators: PretendedOperators | None, head_dim: int, prefix_tokens: tuple[int, ...]
 ) -> None:
     """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong.
 
@@ -318,7 +334,7 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
 def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: PretendedCuda) -> None:
     grouped = ModelDescription(**{**TINY.to_json(), "head_dim": 64, "num_heads": 4})
     assert not make_runner(grouped, prefix_tokens=(16,)).prefix_tokens
-    runner = make_runner(grouped, prefix_tokens=(16,), prefix_min_rows=2, operators=Path("operators.so"))
+    runner = make_runner(grouped, prefix_tokens=(16,), prefix_min_rows=2, operators=PretendedOperators())
     assert tuple(runner.prefix_tokens) == (16,)
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
     prompts = [[5] * 20 + [token] for token in range(6)]

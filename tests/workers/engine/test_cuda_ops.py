@@ -287,6 +287,32 @@ def test_a_token_attends_to_its_rows_context(
 
 
 @pytest.mark.gpu
+def test_the_beginnings_of_blocks_are_copied_in_every_plane(dtype: CudaType) -> None:
+    runtime = importlib.import_module("cuda.bindings.runtime")
+    rng = np.random.default_rng(7)
+    planes, blocks, words = 6, 9, 40  # words of 16 bytes in a block
+    cache = rng.integers(0, 256, (planes, blocks, words * 16)).astype(np.uint8)
+    copies = np.array([[3, 5, 1], [3, 6, 40], [8, 1, 17]], dtype=np.int32)
+    held = []
+    for array in (cache, copies):
+        _, pointer = runtime.cudaMalloc(array.nbytes)
+        runtime.cudaMemcpy(pointer, array.ctypes.data, array.nbytes, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
+        held.append(pointer)
+    operators = load_operators(LLAMA, dtype)
+    operators.copy_positions(
+        0, int(held[0]), int(held[1]), 3, planes=planes, plane_bytes=blocks * words * 16, block_bytes=words * 16
+    )
+    found = np.empty_like(cache)
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+    assert not int(runtime.cudaMemcpy(found.ctypes.data, held[0], found.nbytes, kind)[0])
+    for source, target, count in copies:
+        cache[:, target, : count * 16] = cache[:, source, : count * 16]
+    np.testing.assert_array_equal(found, cache)
+    for pointer in held:
+        runtime.cudaFree(pointer)
+
+
+@pytest.mark.gpu
 def test_shapes_that_disagree_are_refused(dtype: CudaType) -> None:
     gate, up = np.zeros((2, 8), np.float32), np.zeros((2, 16), np.float32)
     with pytest.raises(Exception, match="GatedProduct: gate and up have one shape"):
@@ -321,7 +347,7 @@ def _run(
     element = ELEMENTS[dtype]
     dim, group = heads
     model = dataclasses.replace(LLAMA, num_heads=group, num_kv_heads=1, head_dim=dim)
-    library = load_operators(model, dtype)
+    library = load_operators(model, dtype).library
     kinds = {np.dtype(np.int32): TensorProto.INT32, np.dtype(np.int64): TensorProto.INT64}
     types = [
         TensorProto.FLOAT if index in float_inputs else kinds.get(values.dtype, element)

@@ -251,6 +251,17 @@ def test_a_prefix_that_is_shared_gives_the_answer_of_one_that_is_computed(storie
     assert share_agreeing(computed, shared, "prefix computed and shared") >= 0.8
 
 
+def test_a_beginning_that_ends_within_a_block_is_copied(stories: Stories) -> None:
+    prompts = [stories.tale[:200] + stories.tale[400 + 5 * n : 410 + 6 * n] for n in range(8)]
+    with running(stories, prefix_reuse=False) as (engine, _):
+        computed = ask(engine, prompts, max_tokens=60, logprobs=0)
+    with running(stories) as (engine, _):
+        copied = ask(engine, prompts, max_tokens=60, logprobs=0)
+    assert sorted(completion.cached_tokens for completion in copied)[1] >= 200, "all but one begin with a copy"
+    assert largest_gap(computed, copied) <= 2e-2
+    assert share_agreeing(computed, copied, "beginning computed and copied") >= 0.8
+
+
 def test_a_prefix_read_once_changes_no_more_than_rounding(stories: Stories) -> None:
     """Rows over a shared prefix of 256 tokens, merged through the virtual token, against plain attention.
 

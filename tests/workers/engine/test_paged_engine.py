@@ -50,6 +50,7 @@ def pool_of(engine: PagedEngine) -> tuple[int, int]:
     burst=st.sampled_from([1, 60, 100_000]),
     prefix_reuse=st.booleans(),
     reads_once=st.booleans(),
+    least_copied=st.sampled_from([1, 3, 16]),
     count=st.integers(1, 50),
 )
 def test_every_request_gets_the_answer_it_would_get_alone(
@@ -61,6 +62,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     burst: int,
     prefix_reuse: bool,
     reads_once: bool,
+    least_copied: int,
     count: int,
 ) -> None:
     """Batching, chunks, shared blocks, preemption, look-ahead and padding are invisible: what all else serves."""
@@ -73,6 +75,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(
         prefill_burst_tokens=burst,
         prefill_wanted_tokens=40,
         prefix_reuse=prefix_reuse,
+        least_copied_tokens=least_copied,
     )
     # Answers end early, so too many are admitted and some are preempted.
     engine._answer_share = 0.2
@@ -98,6 +101,7 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     assert available == total, "blocks were lost"
     assert runner.is_closed
     assert not engine._computing
+    engine._pool.check_integrity()
 
 
 @settings(max_examples=25, deadline=None)
@@ -203,6 +207,73 @@ def test_the_rows_that_share_most_are_found() -> None:
     assert blocks == 1
     assert rows.tolist() == [True, True, False, True, False]
     assert shared_prefix(tables, lengths, 4, (4, 8), 4)[1] == 0
+
+
+def test_a_beginning_that_ends_within_a_block_is_copied() -> None:
+    """80 shared tokens in blocks of 64: a block is shared, 16 tokens are copied, and only what differs is computed."""
+    shared = [n % VOCAB_SIZE for n in range(80)]
+    runner = FakePagedRunner(200, 64, 16, 200)
+    engine = make_engine(runner, stop_token_ids=[])
+    first = engine.submit(ask([*shared, 1, 2], 5)).result(60)
+    runner.gate.clear()
+    futures = [engine.submit(ask([*shared, own, own + 1], 5)) for own in range(3, 40, 3)]
+    wait_until(lambda: runner.copied_tokens > 0)  # before that row ends which they copy from
+    runner.gate.set()
+    completions = [future.result(60) for future in futures]
+    engine.close()
+    assert first.cached_tokens == 0
+    # The first has ended, and what it had of its last block is forgotten: the next computes that anew, for all others.
+    assert [completion.cached_tokens for completion in completions] == [64] + [80] * 12
+    assert runner.copied_tokens == 12 * 16
+    assert runner.prefilled_tokens == 82 + 18 + 12 * 2
+    for own, completion in zip(range(3, 40, 3), completions, strict=True):
+        assert list(completion.completion_token_ids) == continuation([*shared, own, own + 1], 5)[0]
+
+
+def test_prompts_wait_for_the_beginning_of_one_that_is_admitted_with_them() -> None:
+    """Shorter than a block, so that nothing is shared: it is computed once and copied all the same."""
+    shared = [n % VOCAB_SIZE for n in range(70)]
+    runner = FakePagedRunner(200, 128, 8, 200)
+    engine = make_engine(runner, stop_token_ids=[])
+    runner.gate.clear()
+    futures = [engine.submit(ask([*shared, own, own + 1], 5)) for own in range(8)]
+    runner.gate.set()
+    completions = [future.result(60) for future in futures]
+    engine.close()
+    assert [completion.cached_tokens for completion in completions] == [0] + [70] * 7
+    assert runner.prefilled_tokens == 72 + 7 * 2
+    for own, completion in enumerate(completions):
+        assert list(completion.completion_token_ids) == continuation([*shared, own, own + 1], 5)[0]
+
+
+def test_a_runner_that_copies_nothing_computes_what_is_not_whole_blocks() -> None:
+    shared = [n % VOCAB_SIZE for n in range(80)]
+    runner = FakePagedRunner(200, 64, 8, 200, copies_blocks=False)
+    engine = make_engine(runner, stop_token_ids=[])
+    completions = [engine.submit(ask([*shared, own, own + 1], 5)).result(60) for own in range(4)]
+    engine.close()
+    assert [completion.cached_tokens for completion in completions] == [0] + [64] * 3
+
+
+def test_a_copy_that_fails_fails_the_rows_it_was_for() -> None:
+    shared = [n % VOCAB_SIZE for n in range(80)]
+    runner = FakePagedRunner(200, 64, 8, 200)
+    engine = make_engine(runner, stop_token_ids=[])
+    runner.gate.clear()
+    slow = engine.submit(ask([*shared, 1, 2], 60))
+    wait_until(lambda: runner.prefilled_tokens == 82)
+    runner.copies_fail = True
+    failed = engine.submit(ask([*shared, 5, 6], 5))
+    runner.gate.set()
+    with pytest.raises(PromptmillError) as caught:
+        failed.result(60)
+    assert caught.value.retryable
+    runner.copies_fail = False
+    assert engine.submit(ask([*shared, 5, 6], 5)).result(60).completion_token_ids
+    assert len(slow.result(60).completion_token_ids) == 60
+    available, all_there_is = pool_of(engine)
+    engine.close()
+    assert available == all_there_is
 
 
 def test_an_answer_can_be_the_beginning_of_the_next_prompt() -> None:

@@ -357,6 +357,17 @@ extern "C" __global__ void attend_join(Element* __restrict__ output, const float
 }
 #endif
 
+// The first positions of some blocks of the cache into others, in every plane of it (a layer's keys, or its values).
+// copies: source, target, and how many times 16 bytes, for each.
+extern "C" __global__ void copy_positions(uint4* cache, const int* __restrict__ copies, Index plane_size,
+                                          Index block_size) {
+  const int* copy = copies + 3 * blockIdx.x;
+  uint4* plane = cache + blockIdx.y * plane_size;
+  const uint4* source = plane + copy[0] * block_size;
+  uint4* target = plane + copy[1] * block_size;
+  for (int i = blockIdx.z * blockDim.x + threadIdx.x; i < copy[2]; i += gridDim.z * blockDim.x) target[i] = source[i];
+}
+
 struct Best {
   float value;
   int column;
