@@ -6,9 +6,10 @@
     python -m benchmarks.gpu --workloads W1 W5                  W1 by the engine alone, then through the whole path
 
 Prints a table, then one JSON line. Each workload is run `--repeat` times with fresh prompts, so the prefix cache is
-cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95. W5 comes
-last, when the engine has left the device to a worker: W1's requests from submit to the last commit, through an embedded
-Redis, Celery and SQLite, on an artifact that is given or written for it. The engine's random weights need torch.
+cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95; `W2-odd`
+is W2 with a shared beginning that ends within a block. W5 comes last, when the engine has left the device to a worker:
+W1's requests from submit to the last commit, through an embedded Redis, Celery and SQLite, on an artifact that is given
+or written for it. The engine's random weights need torch.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ def make_workload(name: str, vocab_size: int, seed: int) -> Workload:
             shared = tokens(1024)
             prompts = [shared + tokens(64) for _ in range(512)]
             return Workload("512 x (1024 shared + 64 prompt, 64 new)", prompts, [64] * 512)
+        case "W2-odd":
+            shared = tokens(1000)
+            prompts = [shared + tokens(64) for _ in range(512)]
+            return Workload("512 x (1000 shared + 64 prompt, 64 new)", prompts, [64] * 512)
         case "W3":
             return Workload("256 x (1024 prompt, 128 new)", [tokens(1024) for _ in range(256)], [128] * 256)
         case "W4":
@@ -315,6 +320,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prefix-tokens", type=int, nargs="*", default=[1024])
     parser.add_argument("--prefix-min-rows", type=int, default=32)
     parser.add_argument("--split-min-rows", type=int, default=384)
+    parser.add_argument("--no-copies", action="store_true", help="compute what a shared beginning leaves of a block")
     parser.add_argument("--stock-operators", action="store_true", help="ONNX Runtime's operators alone")
     parser.add_argument("--kernels", action="store_true", help="then say which kernels a run spends its time in")
     parser.add_argument("--repeat", type=int, default=2)
@@ -356,6 +362,7 @@ def main(arguments: list[str]) -> None:
         split_min_rows=given.split_min_rows,
         operators=None if given.stock_operators else load_operators(model, "float16"),
     )
+    runner.copies_blocks = runner.copies_blocks and not given.no_copies
     engine = PagedEngine(
         runner,
         stop_token_ids=[2],

@@ -256,6 +256,7 @@ class CudaRunner:
             self._prefix = self._allocate(2 * self._model.num_layers * size)
         self._size_cache()
         self._bind_caches(self._lane.binding)
+        self._try_copies()
         self._warm_up(report)
         return self.num_blocks
 
@@ -613,6 +614,17 @@ class CudaRunner:
         self._cache = self._allocate(per_block * self.num_blocks)
         self._call("cudaMemset", self._cache, 0, per_block * self.num_blocks)
         log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=per_block * self.num_blocks)
+
+    def _try_copies(self) -> None:
+        """Copy within the scratch block once. Where that is refused, what would be copied is computed."""
+        if not self.copies_blocks:
+            return
+        try:
+            self.copy_blocks([BlockCopy(SCRATCH_BLOCK, SCRATCH_BLOCK, 1)])
+            self.check()
+        except PromptmillError as error:
+            log.warning("block_copies_unavailable", reason=error.message)
+            self.copies_blocks = False
 
     def _prefill_dummy(self, lengths: Sequence[int]) -> None:
         rows = len(lengths)

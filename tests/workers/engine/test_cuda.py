@@ -25,6 +25,7 @@ from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_toke
 from workers.engine import cuda
 from workers.engine.blocks import block_size_for
 from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths
+from workers.engine.cuda_ops import OperatorsUnavailable
 from workers.engine.opening import open_engine
 from workers.engine.paged_engine import PagedEngine
 from workers.engine.request import GenerationRequest, SamplingParameters
@@ -262,6 +263,7 @@ class PretendedOperators:
     """Our own operators, as far as they are called from Python, over host memory."""
 
     library = Path("operators.so")
+    copied = 0
 
     def copy_positions(
         self, stream: int, cache: int, copies: int, count: int, *, planes: int, plane_bytes: int, block_bytes: int
@@ -269,6 +271,7 @@ class PretendedOperators:
         memory = (ctypes.c_uint8 * (count * 12)).from_address(copies)
         for source, target, words in np.frombuffer(memory, dtype=np.int32).reshape(count, 3).tolist():
             assert 0 < words * 16 <= block_bytes
+            self.copied += 1
             for plane in range(planes):
                 base = cache + plane * plane_bytes
                 ctypes.memmove(base + target * block_bytes, base + source * block_bytes, words * 16)
@@ -317,7 +320,7 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
     """
     model = _with_heads(head_dim)
     runner = make_runner(model, prefix_tokens=prefix_tokens, prefix_min_rows=2, operators=operators)
-    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
+    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64, least_copied_tokens=2)
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
     asked = []
@@ -327,6 +330,7 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
     for index, (prompt, future) in enumerate(asked):
         assert list(future.result(60).completion_token_ids) == continuation(prompt, 1 + index, frozenset([3]))[0]
     engine.close()
+    assert operators is None or operators.copied > 1, "beginnings that end within a block are copied"
     assert not device.memory, "device or pinned memory was not given back"
     assert not device.objects, "a stream or an event was not given back"
 
@@ -341,6 +345,20 @@ def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: Preten
     futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(30))) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):
         assert list(future.result(60).completion_token_ids) == continuation(prompt, 30, frozenset([3]))[0]
+    engine.close()
+
+
+def test_a_device_that_refuses_to_copy_computes_instead(device: PretendedCuda) -> None:
+    class Refusing(PretendedOperators):
+        def copy_positions(self, *_: Any, **__: Any) -> None:
+            raise OperatorsUnavailable("the driver refuses")
+
+    runner = make_runner(operators=Refusing())
+    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
+    assert not runner.copies_blocks
+    prompt = [5] * 30
+    asked = engine.submit(GenerationRequest(prompt, SamplingParameters(5)))
+    assert list(asked.result(60).completion_token_ids) == continuation(prompt, 5, frozenset([3]))[0]
     engine.close()
 
 
