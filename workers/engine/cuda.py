@@ -169,9 +169,9 @@ class CudaRunner:
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
     the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
     prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
-    buckets and a copy of the prefix. operators: our own (`load_operators`); without them, decode
-    steps of `split_min_rows` rows or more rotate q and k outside of attention.
-    release_weights: called when they are needed no more.
+    buckets and a copy of the prefix. operators: our own (`load_operators`); without them, decode steps of
+    `split_min_rows` rows or more rotate q and k outside of attention. release_weights: called when they are needed no
+    more.
     """
 
     def __init__(
