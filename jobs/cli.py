@@ -23,6 +23,7 @@ import click
 from storage.errors import PromptmillError
 
 EXIT_NOTHING_RAN = 2
+EXIT_FORBIDDEN = 3  # the port of `serve` is not for this user to open
 EXIT_INTERRUPTED = 130  # as a shell reports a program ended by Ctrl-C
 
 # As the enums say; a test holds them together. Importing those would take as long as all the rest.
@@ -54,7 +55,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             ended = command(*args, **kwargs)
         except PromptmillError as error:
-            fail(error.message)
+            fail(error.message, EXIT_FORBIDDEN if error.code == "port_forbidden" else EXIT_NOTHING_RAN)
         except BrokenPipeError:
             # Whoever read our output has had enough (`| head`). Nothing more can be said there, at exit neither.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,9 +70,9 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, exit_code: int = EXIT_NOTHING_RAN) -> NoReturn:
     click.echo(f"error: {message}", err=True)
-    raise SystemExit(EXIT_NOTHING_RAN)
+    raise SystemExit(exit_code)
 
 
 class Name(click.ParamType[str]):
@@ -517,6 +518,8 @@ def serve(host: str | None, port: int | None) -> int:
 
     It runs no model: `promptmill up`, here or elsewhere, does the work. Callers need an API key (`promptmill key`),
     unless PROMPTMILL_GATEWAY_OPEN_ON_LOOPBACK lets this machine in without one.
+
+    Exit code: 2 it cannot start, 3 its port is not for this user to open.
     """
     from jobs import commands
 

@@ -30,6 +30,7 @@ from jobs.settings import Settings
 from jobs.up import with_queue_url
 from jobs.validation import Validator
 from storage.database import open_database, upgrade_schema
+from storage.errors import PromptmillError
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -39,24 +40,11 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            database = stack.enter_context(open_database(settings.database.url))
-            await run_in_threadpool(upgrade_schema, database)
-            server = await run_in_threadpool(open_queue_server, settings)
-            stack.callback(server.stop)
-            served = with_queue_url(settings, server.url)
-            celery = make_app(served.queue)
-            stack.callback(celery.close)
-            served.files_dir.mkdir(parents=True, exist_ok=True)
-            app.state.gateway = Gateway(served, database, celery, served.files_dir)
-            app.state.keys = KeyRing(database)
-            app.state.is_open = is_open
-            app.state.tenants = TenantBook(database)
-            app.state.rate = RequestRate(redis_url(served.queue.url))
-            stack.push_async_callback(app.state.rate.close)
-            app.state.standing = Standing(database, served.artifacts_dir)
-            stack.push_async_callback(app.state.standing.close)
-            app.state.replies = await stack.enter_async_context(Replies(app.state.gateway, redis_url(served.queue.url)))
-            app.state.validator = stack.enter_context(Validator(database, served))
+            try:
+                await _open(app, settings, stack)
+            except PromptmillError as error:
+                app.state.start_failure = error  # for `Server.run`: uvicorn keeps to itself what happens here
+                raise
             yield
 
     app = FastAPI(
@@ -69,6 +57,8 @@ def create_app(settings: Settings) -> FastAPI:
     )
     calls = CallMetrics()
     app.state.calls = calls
+    app.state.is_open = is_open
+    app.state.start_failure = None
     app.add_middleware(
         Edge,
         max_body_bytes=settings.gateway.max_body_bytes,
@@ -80,6 +70,27 @@ def create_app(settings: Settings) -> FastAPI:
     _add_routes(app)
     describe_api(app)
     return app
+
+
+async def _open(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> None:
+    """Open what the routes work with, to be closed by `stack`."""
+    database = stack.enter_context(open_database(settings.database.url))
+    await run_in_threadpool(upgrade_schema, database)
+    server = await run_in_threadpool(open_queue_server, settings)
+    stack.callback(server.stop)
+    served = with_queue_url(settings, server.url)
+    celery = make_app(served.queue)
+    stack.callback(celery.close)
+    served.files_dir.mkdir(parents=True, exist_ok=True)
+    app.state.gateway = Gateway(served, database, celery, served.files_dir)
+    app.state.keys = KeyRing(database)
+    app.state.tenants = TenantBook(database)
+    app.state.rate = RequestRate(redis_url(served.queue.url))
+    stack.push_async_callback(app.state.rate.close)
+    app.state.standing = Standing(database, served.artifacts_dir)
+    stack.push_async_callback(app.state.standing.close)
+    app.state.replies = await stack.enter_async_context(Replies(app.state.gateway, redis_url(served.queue.url)))
+    app.state.validator = stack.enter_context(Validator(database, served))
 
 
 def _add_routes(app: FastAPI) -> None:

@@ -34,6 +34,7 @@ LOOK_S = 1.0
 # Threads for the database: SQLite has one writer, and a read takes a fraction of a millisecond.
 THREADS = 8
 LONGEST_PAUSE_S = 1.0
+CANCEL_AGAIN_S = 0.1
 # Redis takes an entry in a fraction of a millisecond. One that takes longer is away, and the call waits without it.
 SEND_TIMEOUT_S = 2.0
 
@@ -114,9 +115,7 @@ class Replies:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await _end(self._loops)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
         self._threads.shutdown()
@@ -237,3 +236,11 @@ class Replies:
         if left:
             interactive.send_again(self._database, self._celery, left)
         return answers
+
+
+async def _end(loops: list[asyncio.Task[None]]) -> None:
+    """Cancel until they have ended: the redis package loses a cancellation that comes while it connects."""
+    while left := [loop for loop in loops if not loop.done()]:
+        for loop in left:
+            loop.cancel()
+        await asyncio.wait(left, timeout=CANCEL_AGAIN_S)

@@ -9,23 +9,32 @@ import asyncio
 import gc
 import json
 import logging
+import os
+import socket
 import sys
+import threading
+from types import FrameType
 from typing import Any
 
 import h11
 import structlog
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jobs.gateway.app import create_app
 from jobs.gateway.errors import INVALID_REQUEST
+from jobs.gateway.listening import BACKLOG, open_sockets
 from jobs.settings import Settings
+from storage.errors import PromptmillError
 
 MAX_HEADER_BYTES = 32 * 1024
 # Longer than the SDK's pool and most proxies keep an idle connection: whoever closes last causes no failed call.
 KEEP_ALIVE_S = 75
 # A thread that validates a file must not hold the event loop back for Python's default of 5 ms at each turn.
 SWITCH_INTERVAL_S = 0.001
+# A gateway that is told to stop while it starts may finish its start for so long, and close what it opened.
+START_GRACE_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -87,13 +96,31 @@ class PatientProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Tells where it listens once it does."""
+    """Has its address before it opens anything else, tells where it listens once it does, and ends when it cannot."""
 
-    def __init__(self, config: uvicorn.Config, note: Any) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, note: Any) -> None:
         super().__init__(config)
+        self._app = app
         self._note = note
 
-    async def startup(self, sockets: list[Any] | None = None) -> None:
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop.
+
+        Raises ListenError, and what kept the application from opening; uvicorn would log it and say nothing.
+        """
+        sockets = sockets or open_sockets(self.config.host, self.config.port)
+        try:
+            super().run(sockets)
+        except SystemExit:
+            failure = self._app.state.start_failure
+            if failure is None:
+                raise
+            raise failure from None
+        finally:
+            for each in sockets:
+                each.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             for server in self.servers:
@@ -103,12 +130,25 @@ class Server(uvicorn.Server):
                     log.info("gateway_started", host=host, port=port)
                     self._note(f"serving http://{shown}:{port}/v1")
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if not self.started:
+            # It would be looked at only when all is open, and a thread that waits for a database cannot be stopped.
+            timer = threading.Timer(START_GRACE_S, self._leave, (sig,))
+            timer.daemon = True
+            timer.start()
+
+    def _leave(self, sig: int) -> None:
+        if not self.started:
+            os._exit(128 + sig)
+
 
 def make_server(settings: Settings, note: Any = lambda _text: None) -> Server:
     """A server that runs with `run()`. Raises SettingsError when its address needs keys that nobody is asked for."""
     protocol = type("Protocol", (PatientProtocol,), {"header_timeout_s": settings.gateway.receive_timeout_s})
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.gateway.host,
         port=settings.gateway.port,
         http=protocol,
@@ -121,12 +161,16 @@ def make_server(settings: Settings, note: Any = lambda _text: None) -> Server:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(settings.gateway.drain_s),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        backlog=BACKLOG,
     )
-    return Server(config, note)
+    return Server(config, app, note)
 
 
 def serve(settings: Settings, note: Any) -> int:
-    """Run until SIGINT or SIGTERM; calls in hand get `drain_s`. Returns the exit code."""
+    """Run until SIGINT or SIGTERM; calls in hand get `drain_s`. Returns the exit code.
+
+    Raises PromptmillError when it cannot start: ListenError, SettingsError, StorageError, QueueServerError.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with an upload is told to its sender
@@ -134,5 +178,10 @@ def serve(settings: Settings, note: Any) -> int:
     # Modules, routes and models stay as long as the process; a full collection would walk them for 75 ms.
     gc.collect()
     gc.freeze()
-    server.run()
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's word for a start that failed in a way nobody foresaw
+        raise PromptmillError(
+            f"the gateway could not start; {settings.logs_dir / 'serve.log'} says why", code="gateway_not_started"
+        ) from None
     return 0 if server.started else 1
