@@ -23,3 +23,5 @@ JSON
 answer=$($redis --raw BLPOP "$reply" 120 | tail -n 1)
 [ -n "$answer" ] || { echo "no answer within two minutes" >&2; exit 1; }
 echo "$answer"
+# Its last field is the error, null where there is none.
+[[ $answer == *'"error":null}' ]]

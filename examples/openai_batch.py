@@ -3,12 +3,13 @@
     export OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=pm-...
     python examples/openai_batch.py --model smollm2-135m-instruct "What is a heron?" "Why is the sky blue?"
 
-Needs the `openai` package alone.
+Needs the `openai` package alone. Exit code: 0 the batch was completed, 1 it was not.
 """
 
 import argparse
 import io
 import json
+import sys
 import time
 
 from openai import OpenAI
@@ -16,7 +17,7 @@ from openai import OpenAI
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -75,7 +76,8 @@ def main() -> None:
             print(f"  {answer['response']['body']['choices'][0]['message']['content'].strip()}")
     if batch.usage:
         print(f"\n{batch.usage.input_tokens} tokens read, {batch.usage.output_tokens} written")
+    return 0 if batch.status == "completed" else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

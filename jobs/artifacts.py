@@ -41,9 +41,10 @@ def find_artifact(named: str | None, artifacts_dir: Path) -> FoundArtifact:
         if (path / MANIFEST).is_file():
             return _read(path)
     there = ", ".join(path.name for path in known) or "none"
+    source = "demo" if named == DEMO_NAME else "SOURCE"
     raise ModelNotFound(
         f"{named} is not an artifact (a folder with {MANIFEST}), nor a name in {artifacts_dir} ({there}); "
-        f"convert the model first: promptmill convert SOURCE {artifacts_dir / Path(named).name}",
+        f"convert the model first: promptmill convert {source} {artifacts_dir / Path(named).name}",
         code="model_not_found",
     )
 

@@ -6,7 +6,6 @@ A replay asks what the attempt's record says was asked, its seed included, in a 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,15 @@ from typing import Any
 
 from jobs.artifacts import FoundArtifact
 from jobs.export import answer_text
-from jobs.protocol import RESULT_ID_BEGINS, Endpoint, dump_json, load_body, result_id
+from jobs.protocol import (
+    REQUEST_NAMES_BEGIN,
+    RESULT_ID_BEGINS,
+    Endpoint,
+    dump_json,
+    load_body,
+    named_request,
+    result_id,
+)
 from jobs.queue_server import open_queue_server
 from jobs.run import nobody_serves, see_through
 from jobs.settings import Settings
@@ -68,7 +75,8 @@ class Replay:
 
 
 def audit_request(database: Database, named: str, *, tenant: str | None = None) -> RequestAudit:
-    """All about a request, by the id of its result line or as BATCH:custom_id. Raises AuditError: request_not_found.
+    """All about a request, by the id of its result line or answer, or as BATCH:custom_id. Raises AuditError:
+    request_not_found.
 
     tenant: whose it must be; of what ran beside it, too, only that tenant's is shown.
     """
@@ -245,15 +253,16 @@ def _attempt(attempt: AttemptAudit) -> dict[str, object]:
 
 
 def _resolve(database: Database, named: str) -> int:
-    if named.startswith(RESULT_ID_BEGINS):
-        number = named.removeprefix(RESULT_ID_BEGINS)
-        if not re.fullmatch(r"[0-9a-f]{1,15}", number):  # what fits into a row id
+    if named.startswith(REQUEST_NAMES_BEGIN):
+        request_id = named_request(named)
+        if request_id is None:
             raise _not_found(named)
-        return int(number, 16)
+        return request_id
     batch_name, colon, custom_id = named.partition(":")
     if not colon:
         raise AuditError(
-            f"{named} names no request; write {RESULT_ID_BEGINS}... as result lines show it, or BATCH:custom_id",
+            f"{named} names no request; write {RESULT_ID_BEGINS}... as result lines show it, chatcmpl-... or cmpl-... "
+            "as answers do, or BATCH:custom_id",
             code="request_not_found",
         )
     batch = find_batch(database, batch_name)

@@ -167,7 +167,7 @@ def failure_of(outcome: Outcome) -> Exception:
     """
     text = f"{outcome.code}: {outcome.message}"
     if outcome.status_code is None:
-        return TimeoutError(text) if outcome.code in ("batch_expired", "request_timed_out") else RuntimeError(text)
+        return TimeoutError(text) if outcome.code == "request_timed_out" else RuntimeError(text)
     if outcome.status_code in (401, 403):
         return PermissionError(text)
     return ValueError(text) if outcome.status_code < 500 and outcome.status_code != 429 else RuntimeError(text)

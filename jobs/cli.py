@@ -289,7 +289,7 @@ def audit(request: str, replay: bool, model: str | None, text: bool, as_json: bo
 
     By whom, with what, beside whom, when, and how it ended.
 
-    REQUEST is the id of a result line (batch_req_...), or BATCH:custom_id.
+    REQUEST is the id of a result line (batch_req_...) or of an answer (chatcmpl-..., cmpl-...), or BATCH:custom_id.
 
     Exit code: 0; with --replay 0 the same answer, 1 another one.
     """

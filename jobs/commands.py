@@ -396,7 +396,12 @@ def serve(host: str | None, port: int | None) -> int:
     settings = _settings("serve")
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     settings = settings.model_copy(update={"gateway": settings.gateway.model_copy(update=given)})
-    return serve_http(settings, _note(Console(stderr=True)))
+    try:
+        return serve_http(settings, _note(Console(stderr=True)))
+    except SystemExit:
+        raise PromptmillError(
+            f"the gateway could not start; {settings.logs_dir / 'serve.log'} says why", code="gateway_not_started"
+        ) from None
 
 
 def door() -> int:

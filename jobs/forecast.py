@@ -50,10 +50,12 @@ def forecast(connection: Connection, batch: BatchRow, now: float) -> Forecast | 
 
 
 def expected_tokens(batch: BatchRow) -> int | None:
-    """Tokens of all a batch's lines, prompts and answers, going by those that have been answered; None before that."""
-    if not batch.completed_requests:
+    """Tokens of all a batch's lines, prompts and answers, going by those that have been answered; None before that, and
+    while all of those were answered from answers that there were: they took none, and say nothing of the others."""
+    tokens = batch.prompt_tokens + batch.completion_tokens
+    if not batch.completed_requests or not tokens:
         return None
-    each = (batch.prompt_tokens + batch.completion_tokens) / batch.completed_requests
+    each = tokens / batch.completed_requests
     return round(each * (batch.total_requests - batch.failed_requests))
 
 

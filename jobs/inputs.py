@@ -325,7 +325,7 @@ class InputReader:
             is_batch_line = self._is_batch_line(value)
             custom_id = _usable_id(value.get("custom_id"))
             kind = self._kind_of(value)
-            line = protocol.parse_as(kind, data)
+            line = protocol.parse_as(kind, data, is_line=True)
             if line.custom_id is not None and custom_id is None:
                 raise protocol.nul_character("custom_id", line.custom_id.index("\0"))
             if isinstance(line, ChatLine | CompletionLine):
@@ -551,9 +551,9 @@ def _json_object(data: bytes, *, allow_nan: bool = False) -> dict[str, object]:
         value = from_json(data, allow_inf_nan=allow_nan)
     except ValueError as error:
         decode(data)
-        raise protocol.broken_json(str(error)) from None
+        raise protocol.broken_json(str(error), is_line=True) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the line is {show(value)}; write one JSON object on it", code="invalid_json_line")
+        raise protocol.no_object(value, is_line=True)
     return value
 
 

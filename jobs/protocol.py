@@ -36,7 +36,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -154,7 +154,7 @@ def _one_prompt(prompt: object) -> object:
     if prompt and isinstance(prompt[0], str | list):
         raise PydanticCustomError(
             "unsupported_value",
-            "is a list of prompts (of {count}) and the bound is 1 a line; write one line for each",
+            "is a list of prompts (of {count}) and the bound is 1 a request; send one for each",
             {"count": len(prompt)},
         )
     for index, token_id in enumerate(prompt):
@@ -457,19 +457,22 @@ def restore_prefix(body: BodyT, prefix: str) -> BodyT:
     return body.with_head(prefix + head)
 
 
-def parse_as(model: type[ModelT], raw: bytes | str) -> ModelT:
-    """Parse JSON into one of the models above. Raises InvalidRequest for the first thing that is wrong with it."""
+def parse_as(model: type[ModelT], raw: bytes | str, *, is_line: bool = False) -> ModelT:
+    """Parse JSON into one of the models above. Raises InvalidRequest for the first thing that is wrong with it.
+
+    is_line: of an input; else it is a call's whole body.
+    """
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise explain(error, model) from None
+        raise explain(error, model, is_line=is_line) from None
 
 
 def normalise(body: BodyT, *, allow_stream: bool = False) -> BodyT:
     """Bring a checked body to its normal form, and check what concerns several fields or the text as a whole."""
     if body.stream and not allow_stream:
         raise InvalidRequest(
-            "stream is true, which a batch cannot do; remove it and read the output file",
+            "stream is true, which only a call over HTTP of its own can do; remove it: the answer comes whole",
             code="unsupported_value",
             param="stream",
         )
@@ -668,6 +671,17 @@ def result_id(request_id: int) -> str:
     return f"{RESULT_ID_BEGINS}{request_id:x}"
 
 
+# Ids of result lines, and of the answers themselves.
+REQUEST_NAMES_BEGIN = (RESULT_ID_BEGINS, "chatcmpl-", "cmpl-")
+_REQUEST_NAME = re.compile(rf"(?:{'|'.join(REQUEST_NAMES_BEGIN)})([0-9a-f]{{1,15}})")  # what fits into a row's id
+
+
+def named_request(name: str) -> int | None:
+    """The request whose result line or answer has that id; None: no request can have it."""
+    found = _REQUEST_NAME.fullmatch(name)
+    return None if found is None else int(found[1], 16)
+
+
 _RESPONSE_ID = re.compile(r'\A\{"id":"(chatcmpl|cmpl)-[^"]*"')
 
 
@@ -738,6 +752,15 @@ def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, o
 
 # --- What is wrong with a request ----------------------------------------------------------------------------------
 
+# Codes of refusals that are no 400 -> HTTP's status, by whatever door the request came.
+REFUSAL_STATUSES: Mapping[str, int] = {
+    "batch_not_found": 404,
+    "file_not_found": 404,
+    "request_not_found": 404,
+    "model_not_found": 404,
+    "input_not_found": 404,
+}
+
 
 def empty_prompt(param: str = "prompt") -> InvalidRequest:
     return InvalidRequest(
@@ -745,25 +768,37 @@ def empty_prompt(param: str = "prompt") -> InvalidRequest:
     )
 
 
-def context_length_exceeded(prompt_tokens: int, context_length: int, param: str = "messages") -> InvalidRequest:
-    """The prompt alone leaves no room for an answer."""
+def context_length_exceeded(
+    prompt_tokens: int, context_length: int, param: str = "messages", *, longest: int = 0
+) -> InvalidRequest:
+    """The prompt alone leaves no room for an answer. longest: the context that the artifact allows."""
     return InvalidRequest(
         f"the prompt has {prompt_tokens} tokens and the model's context is {context_length}, of which at least 1 is "
         f"for the answer; shorten the prompt by {prompt_tokens - context_length + 1} tokens or take a model with a "
-        "longer context",
+        f"longer context{_longer_context(context_length, longest)}",
         code="context_length_exceeded",
         param=param,
     )
 
 
-def max_tokens_exceeds_context(max_tokens: int, prompt_tokens: int, context_length: int) -> InvalidRequest:
-    """The prompt fits, but not together with as many new tokens as were asked for."""
+def max_tokens_exceeds_context(
+    max_tokens: int, prompt_tokens: int, context_length: int, *, longest: int = 0
+) -> InvalidRequest:
+    """The prompt fits, but not together with as many new tokens as were asked for. longest: as above."""
     return InvalidRequest(
         f"max_tokens {max_tokens} and the prompt's {prompt_tokens} tokens exceed the model's context of "
-        f"{context_length}; lower max_tokens to {context_length - prompt_tokens} or less",
+        f"{context_length}; lower max_tokens to {context_length - prompt_tokens} or less"
+        f"{_longer_context(context_length, longest)}",
         code="max_tokens_exceeds_context",
         param="max_tokens",
     )
+
+
+def _longer_context(context_length: int, longest: int) -> str:
+    """What the operator can do, where a worker runs the model with less than it allows."""
+    if longest <= context_length:
+        return ""
+    return f", or have the workers' context raised, to {longest} at most: PROMPTMILL_ENGINE_CONTEXT_LENGTH"
 
 
 def token_out_of_vocabulary(token_id: int, vocabulary_size: int, param: str) -> InvalidRequest:
@@ -779,6 +814,16 @@ def token_out_of_vocabulary(token_id: int, vocabulary_size: int, param: str) -> 
 def model_not_found(model: str, served: str) -> InvalidRequest:
     return InvalidRequest(
         f"model {show(model)} is not served here, only {show(served)}; write that name, or choose another artifact",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def unknown_model(named: str, known: Collection[str]) -> InvalidRequest:
+    """A request of its own asks for a model that nobody has."""
+    return InvalidRequest(
+        f"there is no model {show(named)}, only {show_names(sorted(known))}; take one of these, or convert it and "
+        "start a worker: promptmill up",
         code="model_not_found",
         param="model",
     )
@@ -815,14 +860,16 @@ def show_names(names: Sequence[str]) -> str:
     return ", ".join(map(show_name, names[:SHOWN_NAMES])) + more or "none"
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
+def explain(error: ValidationError, model: type[BaseModel], *, is_line: bool = False) -> InvalidRequest:
     """The first of a validation's findings as an error with OpenAI's code, naming field, value, bound and way out."""
     found = error.errors(include_url=False)
     # An unknown field next to a missing one is usually the missing one, misspelt: say that first.
     first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
     kind, value, bounds = first["type"], first["input"], first.get("ctx", {})
     if kind == "json_invalid":
-        return broken_json(str(bounds.get("error", "not JSON")))
+        return broken_json(str(bounds.get("error", "not JSON")), is_line=is_line)
+    if not first["loc"] and kind in _NO_OBJECT:
+        return no_object(value, is_line=is_line)
     param = _path(first["loc"])
 
     def refuse(code: str, message: str) -> InvalidRequest:
@@ -871,26 +918,33 @@ def explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     return refuse("invalid_type", f"{param or 'the JSON'} is {shown}; write {wanted}")
 
 
-def broken_json(detail: str) -> InvalidRequest:
-    """detail: what the JSON parser says, with line and column; one line of input is its whole text."""
+def broken_json(detail: str, *, is_line: bool) -> InvalidRequest:
+    """detail: what the JSON parser says, with line and column. is_line: of an input, where a line is a whole text."""
+    code = _JSON_CODES[is_line]
     if "recursion limit" in detail:
-        return InvalidRequest(
-            "JSON is nested more than 200 deep; a request needs 5, flatten it", code="invalid_json_line"
-        )
+        return InvalidRequest("JSON is nested more than 200 deep; a request needs 5, flatten it", code=code)
+    where = re.search(r" at (line \d+ )?(column \d+)$", detail)
+    shown = "" if where is None else f" at {where[2]}" if is_line or where[1] == "line 1 " else where[0]
     if "surrogate" in detail or "unexpected end of hex escape" in detail:
-        where = _column(detail)
-        return InvalidRequest(
-            f"broken JSON: half of a surrogate pair{where}; write the whole character", code="invalid_json_line"
-        )
-    reason = re.sub(r" at line \d+ column \d+$", "", detail)
+        return InvalidRequest(f"broken JSON: half of a surrogate pair{shown}; write the whole character", code=code)
+    reason = detail if where is None else detail[: where.start()]
     return InvalidRequest(
-        f"broken JSON: {reason}{_column(detail)}; write one JSON object on one line", code="invalid_json_line"
+        f"broken JSON: {reason}{shown}; write one JSON object{' on one line' if is_line else ''}", code=code
     )
 
 
-def _column(detail: str) -> str:
-    found = re.search(r"column (\d+)$", detail)
-    return f" at column {found[1]}" if found else ""
+def no_object(value: object, *, is_line: bool) -> InvalidRequest:
+    """JSON, but a list, a text or a number."""
+    if is_line:
+        message = f"the line is {show(value)}; write one JSON object on it"
+    else:
+        message = f"the JSON is {show(value)}; write one JSON object"
+    return InvalidRequest(message, code=_JSON_CODES[is_line])
+
+
+# Whether it is a line -> the code.
+_JSON_CODES = {True: "invalid_json_line", False: "invalid_json"}
+_NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 
 
 _NUMERIC_BOUNDS = {

@@ -162,15 +162,16 @@ def rate_exceeded(tenant: str, bound: int, admission: Admission) -> QuotaExceede
     )
 
 
-def check_storage(connection: Connection, tenant: str, adding: int) -> None:
-    """Raise QuotaExceeded (insufficient_quota) when `adding` bytes more would be too many."""
+def check_storage(connection: Connection, tenant: str, added: int) -> None:
+    """Raise QuotaExceeded (insufficient_quota) when a file of `added` bytes, whose row is written, is too much."""
     quotas = queries.find_tenant(connection, tenant)
     if quotas is None or quotas.max_storage_bytes is None:
         return
     stored = queries.stored_bytes(connection, tenant)
-    if stored + adding > quotas.max_storage_bytes:
+    if stored > quotas.max_storage_bytes:
         raise QuotaExceeded(
-            f"tenant {tenant} stores {stored} bytes, this adds {adding}, and {quotas.max_storage_bytes} are allowed; "
+            f"tenant {tenant} stores {stored - added} bytes, this adds {added}, and {quotas.max_storage_bytes} are "
+            "allowed; "
             "delete files, or have the quota raised: promptmill tenant set",
             code="insufficient_quota",
         )

@@ -24,12 +24,22 @@ from redis.exceptions import RedisError
 from jobs import interactive
 from jobs.interactive import Asked
 from jobs.keys import Caller, KeyRefused, KeyRing
-from jobs.protocol import CustomId, Endpoint, Metadata, dump_json, parse_as, parse_body, show
+from jobs.protocol import (
+    REFUSAL_STATUSES,
+    CustomId,
+    Endpoint,
+    Metadata,
+    dump_json,
+    parse_as,
+    parse_body,
+    show,
+    unknown_model,
+)
 from jobs.quotas import QuotaExceeded, check_queued_tokens, check_running_batches, check_storage
 from jobs.settings import Settings
 from jobs.steering import UNITS_S
 from jobs.submit import estimate_prompt_tokens
-from jobs.validation import SubmitOptions, find_digest
+from jobs.validation import SubmitOptions, find_digest, known_models
 from storage import files, queries, transitions
 from storage.database import Connection, Database
 from storage.errors import InvalidRequest, PromptmillError, StorageError
@@ -109,12 +119,7 @@ class Reception:
         if parsed.model is None:
             raise InvalidRequest("model is missing; add it", code="missing_required_parameter", param="model")
         if find_digest(self.database, self.settings.artifacts_dir, parsed.model) is None:
-            raise InvalidRequest(
-                f"there is no model {show(parsed.model)} here; take one that is served, or convert it and start a "
-                "worker: promptmill up",
-                code="model_not_found",
-                param="model",
-            )
+            raise unknown_model(parsed.model, known_models(self.database, self.settings.artifacts_dir))
         tokens = estimate_prompt_tokens(parsed.to_json())
         asked = interactive.write(
             self.database,
@@ -167,7 +172,7 @@ class Reception:
             file_id = given.input_file_id
             if contents is not None:
                 file_id = self._add_file(connection, caller, contents, now)
-                check_storage(connection, caller.tenant, 0)
+                check_storage(connection, caller.tenant, contents.bytes)
             else:
                 _check_file(connection, caller, file_id or "")
             lifetime_s = self.settings.gateway.file_lifetime_s or None
@@ -304,7 +309,7 @@ def outcome_of(row: ResultRow) -> Outcome:
 
 def refusal_of(error: PromptmillError) -> Outcome:
     """A call that was not let in, in the form of one that was and failed."""
-    status = {KeyRefused: 401, QuotaExceeded: 429}.get(type(error), 400)
+    status = {KeyRefused: 401, QuotaExceeded: 429}.get(type(error)) or REFUSAL_STATUSES.get(error.code, 400)
     param = error.param if isinstance(error, InvalidRequest) else None
     body = {"error": {"message": error.message, "type": "invalid_request_error", "param": param, "code": error.code}}
     return Outcome(status, body, error.code, error.message)
@@ -330,7 +335,17 @@ def _endpoint(given: BatchCall) -> Endpoint:
     """As it is given, else as the first line says."""
     named: object = given.endpoint
     if named is None and given.lines is not None:
-        named = given.lines[0].get("url")
+        if "url" not in given.lines[0]:
+            raise InvalidRequest(
+                f"line 1: url is missing; add {' or '.join(Endpoint)}",
+                code="missing_required_parameter",
+                param="lines[0].url",
+            )
+        named = given.lines[0]["url"]
+    if named is None and given.lines is None:
+        raise InvalidRequest(
+            f"endpoint is missing; add {' or '.join(Endpoint)}", code="missing_required_parameter", param="endpoint"
+        )
     try:
         return Endpoint(str(named))
     except ValueError:

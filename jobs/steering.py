@@ -307,9 +307,17 @@ def cancel(database: Database, batch: BatchRow, files_dir: Path) -> BatchRow:
 
 
 def begin_cancel(database: Database, batch: BatchRow) -> BatchRow:
-    """The first step of `cancel`: nothing of the batch begins from now on."""
-    _move(database, lambda connection, now: transitions.cancel_batch(connection, batch.id, now), batch)
+    """The first step of `cancel`: nothing of the batch begins from now on. Raises SteeringError, code illegal_move."""
+    try:
+        _move(database, lambda connection, now: transitions.cancel_batch(connection, batch.id, now), batch)
+    except SteeringError:
+        raise cannot_cancel(_again(database, batch)) from None
     return _again(database, batch)
+
+
+def cannot_cancel(batch: BatchRow) -> SteeringError:
+    ends = "has ended" if batch.is_final else "is ending already"
+    return SteeringError(f"{batch.public_id} is {batch.status}: it {ends} and cannot be cancelled", code="illegal_move")
 
 
 def finish_cancel(database: Database, batch: BatchRow, files_dir: Path) -> None:

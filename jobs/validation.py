@@ -12,6 +12,7 @@ too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -445,6 +446,16 @@ def find_digest(database: Database, artifacts_dir: Path, model: str) -> str | No
         if artifact.model == model:
             return artifact.digest
     return None if newest is None else ""
+
+
+def known_models(database: Database, artifacts_dir: Path) -> set[str]:
+    """The models for which `find_digest` has an answer."""
+    with database.read() as connection:
+        found = set(queries.served_models(connection, database.now() - MODEL_KNOWN_S))
+    for path in known_artifacts(artifacts_dir):
+        with contextlib.suppress(PromptmillError):  # damaged: its own commands say so
+            found.add(find_artifact(str(path), artifacts_dir).model)
+    return found
 
 
 # --- a thread of its own -----------------------------------------------------------------------------------------

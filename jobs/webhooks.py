@@ -93,7 +93,10 @@ def parse_target(url: str, allowed: Sequence[Network] = ()) -> Target:
     if parts.scheme not in ("https", "http") or not parts.hostname:
         raise _bad_url("is no https URL with a host; write one such as https://example.com/hook")
     if parts.scheme == "http" and not allowed:
-        raise _bad_url("is plain http, which shows events to everybody on the way; write https")
+        raise _bad_url(
+            "is plain http, which shows events to everybody on the way; write https, or have the receiver's network "
+            "allowed: PROMPTMILL_WEBHOOK_ALLOWED_NETWORKS"
+        )
     if parts.username is not None or parts.password is not None:
         raise _bad_url("holds a name or password; events are signed, check that instead and leave it out")
     if port == 0:

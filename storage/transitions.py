@@ -991,12 +991,12 @@ def give_up_request(
     if is_running:
         insert_rows(connection, ATTEMPTS, [_attempt(row, AttemptOutcome.RELEASED, row.worker, now)])
     if has_expired:
-        status, code = RequestStatus.EXPIRED, "request_timed_out"
-        message = "The time that the caller allowed was over before the request was answered."
+        ending = _TIMED_OUT
     else:
-        status, code = RequestStatus.CANCELLED, "request_cancelled"
-        message = "The caller went away before the request was answered."
-    connection.execute(_END, {"ids": [row.id], "new_status": status.value})
+        ending = _Ending(
+            RequestStatus.CANCELLED, "request_cancelled", "The caller went away before the request was answered."
+        )
+    connection.execute(_END, {"ids": [row.id], "new_status": ending.status.value})
     _put_results(
         connection,
         [
@@ -1005,8 +1005,8 @@ def give_up_request(
                 "batch_id": row.batch_id,
                 "status_code": None,
                 "response": None,
-                "error_code": code,
-                "error_message": message,
+                "error_code": ending.code,
+                "error_message": ending.message,
                 "finished_at": now,
             }
         ],
@@ -1550,13 +1550,21 @@ _CANCELLED = _Ending(
 _EXPIRED = _Ending(
     RequestStatus.EXPIRED, "batch_expired", "The batch's deadline passed before this request was answered."
 )
+# Of a request that is no line of a batch: who asked knows of none.
+_TIMED_OUT = _Ending(
+    RequestStatus.EXPIRED,
+    "request_timed_out",
+    "The time that the caller allowed was over before the request was answered.",
+)
 
 
 def _ending(batch: Any) -> _Ending | None:
     """None: the batch is at work, or ends in another way."""
     if batch.status == BatchStatus.CANCELLING:
         return _CANCELLED
-    return _EXPIRED if batch.status == BatchStatus.FINALIZING and batch.expired_at is not None else None
+    if batch.status != BatchStatus.FINALIZING or batch.expired_at is None:
+        return None
+    return _TIMED_OUT if batch.is_interactive else _EXPIRED
 
 
 def _end_unanswered(connection: Connection, rows: Sequence[Any], ending: _Ending, now: float) -> None:

@@ -25,12 +25,16 @@ _PARAMETERS = tuple(field.name for field in fields(SamplingParameters))
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What this worker runs: the model's name as lines write it, what made the answer, and its bounds."""
+    """What this worker runs: the model's name as lines write it, what made the answer, and its bounds.
+
+    longest_context: what the artifact allows, of which the worker may run less.
+    """
 
     model: str
     artifact_digest: str
     device: str
     context_length: int
+    longest_context: int
     vocab_size: int
 
 
@@ -144,10 +148,12 @@ def _ask(
     if not tokens:
         raise protocol.empty_prompt("messages" if isinstance(body, ChatBody) else "prompt")
     if tokens >= served.context_length:
-        raise protocol.context_length_exceeded(tokens, served.context_length)
+        raise protocol.context_length_exceeded(tokens, served.context_length, longest=served.longest_context)
     room = served.context_length - tokens
     if wanted.max_tokens is not None and wanted.max_tokens > room:
-        raise protocol.max_tokens_exceeds_context(wanted.max_tokens, tokens, served.context_length)
+        raise protocol.max_tokens_exceeds_context(
+            wanted.max_tokens, tokens, served.context_length, longest=served.longest_context
+        )
     for token_id in wanted.logit_bias:
         if token_id >= served.vocab_size:
             raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "logit_bias")

@@ -127,6 +127,7 @@ def _consume(
         artifact_digest=artifact.digest,
         device=place.name if place.flavour == "cuda" else place.flavour,
         context_length=engine.context_length,
+        longest_context=artifact.context_length,
         vocab_size=artifact.description.vocab_size,
     )
     alive_file = settings.home / "run" / f"worker-{socket.gethostname()}-{os.getpid()}.alive"

@@ -150,9 +150,7 @@ def cancel_batch(
             with gateway.database.read() as connection:
                 batch = find_own(connection, caller, batch_id)
     if batch.status not in _IS_CANCELLED:
-        raise ApiError(
-            400, f"{batch.public_id} is {batch.status}: it has ended and cannot be cancelled", code="illegal_move"
-        )
+        raise steering.cannot_cancel(batch)
     with gateway.database.read() as connection:
         return show_batch(gateway, connection, batch)
 

@@ -11,8 +11,6 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator
 
 from jobs import protocol
-from jobs.gateway.errors import ApiError
-from storage.errors import InvalidRequest
 
 
 def _whole(value: object) -> object:
@@ -26,17 +24,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 async def read_json(http_request: Request, model: type[ModelT]) -> ModelT:
-    """Parse the body into `model`. Raises ApiError 400 naming field, value and way out."""
-    return parse_json(await http_request.body(), model)
-
-
-def parse_json(raw: bytes, model: type[ModelT]) -> ModelT:
-    try:
-        return protocol.parse_as(model, raw)
-    except InvalidRequest as error:
-        code = "invalid_json" if error.code == "invalid_json_line" else error.code
-        message = error.message.replace("write one JSON object on one line", "write one JSON object")
-        raise ApiError(400, message, code=code, param=error.param) from None
+    """Parse the body into `model`. Raises InvalidRequest naming field, value and way out."""
+    return protocol.parse_as(model, await http_request.body())
 
 
 def describe_body(model: type[BaseModel], *, is_required: bool = True) -> dict[str, Any]:

@@ -52,7 +52,7 @@ MAX_KEY_CHARACTERS = 255
 # nginx's word for a caller that went away; nobody sees it but the metrics.
 CLIENT_CLOSED_REQUEST = 499
 # What ended in one of these ways may well pass the next time.
-TIMED_OUT = ("request_timed_out", "batch_expired", "deadline_exceeded")
+TIMED_OUT = ("request_timed_out", "deadline_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +264,7 @@ async def _served_model(calls: Calls, named: str | None) -> ModelStanding:
         )
     models = await calls.standing.models()
     if named not in models:
-        raise ApiError(
-            404,
-            f"there is no model {protocol.show(named)}, only {protocol.show_names(sorted(models))}; take one of these, "
-            "or convert it and start a worker: promptmill up",
-            code="model_not_found",
-            param="model",
-        )
+        raise protocol.unknown_model(named, models)
     return models[named]
 
 

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jobs.protocol import show
+from jobs.protocol import REFUSAL_STATUSES, show
 from jobs.queue import QueueError
 from jobs.quotas import QuotaExceeded
 from jobs.results import OutputError
@@ -29,14 +29,7 @@ RATE_LIMIT = "rate_limit_error"
 RETRY_AFTER_S = 2
 # Codes of our services' failures that pass, though nothing of ours can try again by itself.
 UNAVAILABLE = ("disk_full",)
-# Failures of ours that are not the caller's 400 -> status. What is retryable is 503 without an entry here.
-STATUSES: Mapping[str, int] = {
-    "batch_not_found": 404,
-    "file_not_found": 404,
-    "request_not_found": 404,
-    "model_not_found": 404,
-    "input_not_found": 404,
-}
+NO_ROUTE = "there is no such route; GET /openapi.json lists them"
 # Statuses that SDKs repeat.
 REPEATED = (408, 409, 429)
 
@@ -93,7 +86,7 @@ def translate(error: PromptmillError) -> ApiError:
     the caller gets its code, the log the rest.
     """
     if isinstance(error, InvalidRequest):
-        return ApiError(STATUSES.get(error.code, 400), error.message, code=error.code, param=error.param)
+        return ApiError(REFUSAL_STATUSES.get(error.code, 400), error.message, code=error.code, param=error.param)
     if isinstance(error, QuotaExceeded):
         wait_s = error.retry_after_s
         kind = RATE_LIMIT if wait_s is not None else error.code
@@ -114,8 +107,8 @@ def translate(error: PromptmillError) -> ApiError:
             type=SERVER_ERROR,
             code=error.code,
         )
-    if error.code in STATUSES:
-        return ApiError(STATUSES[error.code], error.message, code=error.code)
+    if error.code in REFUSAL_STATUSES:
+        return ApiError(REFUSAL_STATUSES[error.code], error.message, code=error.code)
     return ApiError(400, error.message, code=error.code)
 
 
@@ -146,8 +139,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http_error(http_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         refusal = _of_http(error)
-        if refusal.status == 405:
-            refusal.headers["Allow"] = ", ".join(_methods(http_request))
+        if refusal.status == 404:
+            refusal.message = _no_route(http_request)
+        elif refusal.status == 405:
+            refusal.headers["Allow"] = ", ".join(_methods(http_request, http_request.url.path))
         return render(refusal)
 
     async def validation_error(_request: Request, error: Exception) -> JSONResponse:
@@ -164,7 +159,7 @@ def _of_http(error: HTTPException) -> ApiError:
     """What the router itself refuses."""
     match error.status_code:
         case 404:
-            message, code = "there is no such route; GET /openapi.json lists them", "route_not_found"
+            message, code = NO_ROUTE, "route_not_found"
         case 405:
             message, code = "the route does not take this method; GET /openapi.json lists them", "method_not_allowed"
         case _:
@@ -172,11 +167,20 @@ def _of_http(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
-def _methods(http_request: Request) -> list[str]:
-    """All methods that the API has at this path; the router itself names only one route's."""
+def _no_route(http_request: Request) -> str:
+    """The commonest mistake is a base URL without its /v1, or a path that repeats it."""
+    path = http_request.url.path
+    nearest = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    if not _methods(http_request, nearest):
+        return NO_ROUTE
+    return f"there is no route {show(path)}; did you mean {show(nearest)}? The base URL ends with /v1, once"
+
+
+def _methods(http_request: Request, path: str) -> list[str]:
+    """All methods that the API has at a path; the router itself names only one route's."""
     found: set[str] = set()
     for template, operations in http_request.app.openapi()["paths"].items():
-        if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(template)), http_request.url.path):
+        if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(template)), path):
             found |= {method.upper() for method in operations}
     return sorted(found)
 

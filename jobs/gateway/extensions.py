@@ -171,7 +171,8 @@ def get_request(
 ) -> dict[str, Any]:
     """The audit record: each attempt with its worker, parameters, tokens and times.
 
-    `request_id` is the `id` of a result line (`batch_req_...`), or `BATCH:custom_id` with a batch's whole id.
+    `request_id` is the `id` of a result line (`batch_req_...`) or of an answer (`chatcmpl-...`, `cmpl-...`), or
+    `BATCH:custom_id` with a batch's whole id.
     """
     batch_id, colon, custom_id = request_id.partition(":")
     if colon:

@@ -253,7 +253,7 @@ def _keep(gateway: Gateway, caller: Caller, upload: Upload) -> FileRow:
         def add(connection: Connection) -> FileRow:
             row = files.add_upload(connection, new, now, same_within_s=SAME_UPLOAD_S)
             if row.public_id == new.public_id:
-                check_storage(connection, caller.tenant, 0)  # the new row is among what is stored by now
+                check_storage(connection, caller.tenant, row.bytes)
             return row
 
         row = database.retry(add)

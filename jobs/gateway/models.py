@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from jobs.gateway.errors import not_found
 from jobs.gateway.identity import KnownCaller
 from jobs.gateway.schemas import ModelList, ModelObject
 from jobs.gateway.standing import ModelStanding, Standing
+from jobs.protocol import unknown_model
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -32,10 +32,10 @@ async def list_models(standing: TheStanding, _caller: KnownCaller) -> dict[str, 
 # Model names may have slashes, as those of Hugging Face do.
 @router.get("/{model:path}", summary="Describe a model", response_model=ModelObject)
 async def retrieve_model(model: str, standing: TheStanding, _caller: KnownCaller) -> dict[str, Any]:
-    found = (await standing.models()).get(model)
-    if found is None:
-        raise not_found("model", model)
-    return _render(found)
+    models = await standing.models()
+    if model not in models:
+        raise unknown_model(model, models)
+    return _render(models[model])
 
 
 def _render(model: ModelStanding) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jobs.gateway.app import create_app
 from jobs.gateway.errors import INVALID_REQUEST
-from jobs.gateway.listening import BACKLOG, open_sockets
+from jobs.listening import BACKLOG, open_sockets
 from jobs.settings import Settings
-from storage.errors import PromptmillError
 
 MAX_HEADER_BYTES = 32 * 1024
 # Longer than the SDK's pool and most proxies keep an idle connection: whoever closes last causes no failed call.
@@ -169,7 +168,8 @@ def make_server(settings: Settings, note: Any = lambda _text: None) -> Server:
 def serve(settings: Settings, note: Any) -> int:
     """Run until SIGINT or SIGTERM; calls in hand get `drain_s`. Returns the exit code.
 
-    Raises PromptmillError when it cannot start: ListenError, SettingsError, StorageError, QueueServerError.
+    Raises PromptmillError when it cannot start: ListenError, SettingsError, StorageError, QueueServerError; SystemExit
+    when that has a reason which nobody foresaw, and which is in the log.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -178,10 +178,5 @@ def serve(settings: Settings, note: Any) -> int:
     # Modules, routes and models stay as long as the process; a full collection would walk them for 75 ms.
     gc.collect()
     gc.freeze()
-    try:
-        server.run()
-    except SystemExit:  # uvicorn's word for a start that failed in a way nobody foresaw
-        raise PromptmillError(
-            f"the gateway could not start; {settings.logs_dir / 'serve.log'} says why", code="gateway_not_started"
-        ) from None
+    server.run()
     return 0 if server.started else 1

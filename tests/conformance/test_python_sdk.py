@@ -439,18 +439,26 @@ def test_a_batch_script_moves_here_by_its_base_url(live: ServedMill, tenant: str
     script = Path(__file__).parents[2] / "examples" / "openai_batch.py"
     questions = ["Which is no. 11", "Which is no. 22", "x" * 4000]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PROMPTMILL_"))}
-    ran = subprocess.run(
-        [sys.executable, str(script), "--model", MODEL, "--max-tokens", "40", *questions],
-        cwd=live.mill.folder,
-        env=environment | {"OPENAI_BASE_URL": live.url, "OPENAI_API_KEY": live.key(tenant)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    environment |= {"OPENAI_BASE_URL": live.url, "OPENAI_API_KEY": live.key(tenant)}
+
+    def run(model: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), "--model", model, "--max-tokens", "40", *questions],
+            cwd=live.mill.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    ran = run(MODEL)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "completed, 2 of 3 answered, 1 failed" in ran.stdout
     for question in questions[:2]:
         _, _, answer = ran.stdout.partition(f"+ {question}\n")
         assert question[-2:] in answer.splitlines()[0]
     assert "refused: " in ran.stdout
+    failed = run("gpt-4")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "line 1: model_not_found: " in failed.stdout

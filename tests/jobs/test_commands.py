@@ -14,6 +14,7 @@ import structlog
 from click.testing import CliRunner, Result
 
 from jobs import steering
+from jobs.artifacts import DEMO_NAME, ModelNotFound, find_artifact
 from jobs.cli import NAME, cli
 from jobs.commands import default_output
 from jobs.inputs import InputOptions
@@ -94,6 +95,15 @@ def test_what_was_purged_is_said_so_and_not_shown_as_empty_answers(
     assert done.exit_code == 2
     assert f"{batch.public_id} was purged of its records on " in done.stderr
     assert not (tmp_path / "out2.csv").exists()
+
+
+def test_the_demo_that_is_not_there_yet_is_made_by_its_own_command(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as missing:
+        find_artifact(DEMO_NAME, tmp_path)
+    assert missing.value.message.endswith(f"convert the model first: promptmill convert demo {tmp_path / DEMO_NAME}")
+    with pytest.raises(ModelNotFound) as missing:
+        find_artifact("another", tmp_path)
+    assert missing.value.message.endswith(f"convert the model first: promptmill convert SOURCE {tmp_path / 'another'}")
 
 
 @pytest.mark.usefixtures("batch")

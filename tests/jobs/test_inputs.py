@@ -399,7 +399,7 @@ class TestBadLines:
              'model is missing; add "model": "smol"'),
             (openai_line(max_tokens=0), "integer_below_min_value", "body.max_tokens 0 is below 1; raise it"),
             (openai_line(stream=True), "unsupported_value",
-             "stream is true, which a batch cannot do; remove it and read the output file"),
+             "stream is true, which only a call over HTTP of its own can do; remove it: the answer comes whole"),
             (openai_line(temprature=1), "unknown_parameter",
              "unknown field body.temprature = 1; did you mean temperature?"),
             (b'{"question": "why?"}', "missing_required_parameter",
@@ -765,6 +765,7 @@ ROOT = Path(__file__).parents[2]
 CODE_SOURCES = ("source", "inputs", "tables", "template", "submit", "results", "protocol")
 # Built of parts in `protocol.explain`.
 COMPOSED_CODES = {f"{number}_{side}_value" for number in ("integer", "decimal") for side in ("below_min", "above_max")}
+COMPOSED_CODES |= {"invalid_json_line"}
 
 
 def test_every_code_is_in_the_docs_and_no_other() -> None:

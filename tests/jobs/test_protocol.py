@@ -149,7 +149,7 @@ class TestRefusals:
             (
                 {"stream": True},
                 "unsupported_value",
-                "stream is true, which a batch cannot do; remove it and read the output file",
+                "stream is true, which only a call over HTTP of its own can do; remove it: the answer comes whole",
             ),
             (
                 {"tools": [{"type": "function"}]},
@@ -213,7 +213,7 @@ class TestRefusals:
             (
                 {"prompt": ["a", "b"]},
                 "unsupported_value",
-                "prompt is a list of prompts (of 2) and the bound is 1 a line; write one line for each",
+                "prompt is a list of prompts (of 2) and the bound is 1 a request; send one for each",
             ),
             (
                 {"prompt": [1, -2]},
@@ -255,18 +255,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("raw", "message"),
         [
-            (b'{"prompt": ', "broken JSON: EOF while parsing a value at column 11; write one JSON object on one line"),
+            (b'{"prompt": ', "broken JSON: EOF while parsing a value at column 11; write one JSON object"),
             (b'{"prompt":"\\ud800"}', "broken JSON: half of a surrogate pair at column 18; write the whole character"),
             (
                 b'{"prompt":' + b"[" * 9000,
                 "JSON is nested more than 200 deep; a request needs 5, flatten it",
             ),
-            (b"", "broken JSON: EOF while parsing a value at column 0; write one JSON object on one line"),
+            (b"", "broken JSON: EOF while parsing a value at column 0; write one JSON object"),
+            (b'{"prompt":\n]', "broken JSON: expected value at line 2 column 1; write one JSON object"),
+            (b"[]", "the JSON is []; write one JSON object"),
+            (b"null", "the JSON is null; write one JSON object"),
         ],
     )
     def test_broken_json_is_one_clear_error(self, raw: bytes, message: str) -> None:
         error = refusal(Endpoint.COMPLETIONS, raw)
-        assert (error.code, error.message) == ("invalid_json_line", message)
+        assert (error.code, error.message) == ("invalid_json", message)
 
     def test_numbers_that_are_no_numbers_are_refused(self) -> None:
         assert refusal(Endpoint.COMPLETIONS, '{"prompt":"a","temperature":NaN}').code == "invalid_value"
@@ -471,6 +474,14 @@ class TestResults:
             "max_tokens 100 and the prompt's 2000 tokens exceed the model's context of 2048; "
             "lower max_tokens to 48 or less"
         )
+        assert protocol.max_tokens_exceeds_context(100, 2000, 2048, longest=2048).message.endswith("to 48 or less")
+        for error in (
+            protocol.context_length_exceeded(2050, 2048, longest=8192),
+            protocol.max_tokens_exceeds_context(100, 2000, 2048, longest=8192),
+        ):
+            assert error.message.endswith(
+                ", or have the workers' context raised, to 8192 at most: PROMPTMILL_ENGINE_CONTEXT_LENGTH"
+            )
         assert protocol.token_out_of_vocabulary(99, 50, "prompt").message == (
             "prompt has token id 99 and the model's vocabulary ends at 49; take ids of this model's tokenizer"
         )

@@ -77,6 +77,19 @@ def test_an_illegal_move_is_explained_by_the_public_id(database: Database, tmp_p
         steering.pause(database, batch)
 
 
+def test_a_cancel_that_comes_too_late_says_how_the_batch_stands(database: Database, tmp_path: Path) -> None:
+    batch = make_batch(database, "batch_xyz1")
+    steering.set_urgency(database, batch, expires_at=1.0)
+    with database.write() as connection:
+        assert transitions.expire_batches(connection, 2.0) == [batch.id]
+    for status, said in (("finalizing", "is ending already"), ("expired", "has ended")):
+        with pytest.raises(steering.SteeringError) as refused:
+            steering.cancel(database, batch, tmp_path)
+        assert refused.value.message == f"batch_xyz1 is {status}: it {said} and cannot be cancelled"
+        assert refused.value.code == "illegal_move"
+        steering.finish_cancel(database, batch, tmp_path)
+
+
 def test_a_cancel_ends_its_own_batch_and_leaves_others_to_whoever_sweeps(database: Database, tmp_path: Path) -> None:
     other, mine = make_batch(database, "batch_1"), make_batch(database, "batch_2")
     steering.begin_cancel(database, other)

@@ -373,6 +373,7 @@ def test_public_addresses_are_not(address: str) -> None:
     ("url", "said"),
     [
         ("http://example.com/hook", "plain http"),
+        ("http://10.0.0.8/hook", "PROMPTMILL_WEBHOOK_ALLOWED_NETWORKS"),
         ("ftp://example.com/", "no https URL"),
         ("https://", "no https URL"),
         ("example.com/hook", "no https URL"),

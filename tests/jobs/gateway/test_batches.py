@@ -374,6 +374,7 @@ class TestReadAndCancel:
         with pytest.raises(openai.BadRequestError) as caught:
             shared_client.batches.cancel(made.id)
         assert caught.value.code == "illegal_move"
+        assert f"{made.id} is failed: it has ended and cannot be cancelled" in caught.value.message
 
     def test_a_batch_can_be_cancelled_while_it_is_validated(self, shared_client: openai.OpenAI) -> None:
         made = create(shared_client, [chat_line(str(number)) for number in range(3000)])

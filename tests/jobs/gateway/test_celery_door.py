@@ -188,6 +188,7 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
             (celery_door.GENERATE, chat(None), {}),
             (celery_door.GENERATE, chat(key.key, stream=True), {}),
             (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": lines, "input_file_id": "file-1"}, {}),
+            (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": [{"custom_id": "a"}]}, {}),
             (celery_door.SUBMIT_BATCH, {"token": key.key, "input_file_id": "file-1", "endpoint": lines[0]["url"]}, {}),
             ("promptmill.nothing", {}, {}),
         )
@@ -206,10 +207,22 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
             ("PermissionError", "invalid_api_key"),
             ("ValueError", "unsupported_value"),
             ("ValueError", "missing_required_parameter"),
+            ("ValueError", "missing_required_parameter"),
             ("ValueError", "file_not_found"),
             ("ValueError", "unknown_task"),
         ]
         assert "did you mean temperature" in refused[0]["text"]
+        assert refused[2]["text"] == (
+            f'model_not_found: there is no model "gpt-4", only {MODEL}; take one of these, or convert it and start a '
+            "worker: promptmill up"
+        )
+        assert refused[5]["text"] == (
+            "unsupported_value: stream is true, which only a call over HTTP of its own can do; remove it: the answer "
+            "comes whole"
+        )
+        assert refused[7]["text"] == (
+            "missing_required_parameter: line 1: url is missing; add /v1/chat/completions or /v1/completions"
+        )
 
         def has_ended() -> bool:
             with database.read() as connection:
@@ -222,7 +235,7 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
         with database.read() as connection:
             made = [batch for batch in queries.list_batches(connection) if batch.tenant == "acme"]
         assert {(batch.door, batch.api_key_id) for batch in made} == {("celery", key.row.id)}
-        record = audit_request(database, "batch_req_" + chatted["answer"]["id"].removeprefix("chatcmpl-")).record
+        record = audit_request(database, chatted["answer"]["id"]).record
         assert (record.door, record.api_key, record.api_key_name) == ("celery", key.row.public_id, "app")
         assert (record.tenant, record.custom_id) == ("acme", "mine")
 
@@ -319,7 +332,9 @@ def test_a_request_whose_time_is_over_raises_a_timeout(
     worker.stop(30.0)
     key = make_key(sqlite_database, tenant="acme", name="app").key
     error = send(chat(key, timeout_s=0.2)).result()
-    assert error.startswith("TimeoutError: "), error
+    assert error == (
+        "TimeoutError: request_timed_out: The time that the caller allowed was over before the request was answered."
+    )
 
 
 def test_a_tenants_queued_tokens_bound_this_door_too(

@@ -189,6 +189,7 @@ def test_models_are_listed_and_described(worked: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         worked.models.retrieve("org/another")
     assert caught.value.code == "model_not_found"
+    assert f'there is no model "org/another", only {MODEL}; ' in caught.value.message
 
 
 # --- what goes wrong -----------------------------------------------------------------------------------------------

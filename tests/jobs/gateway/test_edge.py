@@ -69,10 +69,30 @@ class TestRefusals:
     def test_unknown_routes_and_methods_answer_in_the_apis_form(self, http: httpx.Client) -> None:
         answer = http.get("/v1/nothing")
         assert (answer.status_code, error_of(answer)["code"]) == (404, "route_not_found")
+        assert error_of(answer)["message"] == "there is no such route; GET /openapi.json lists them"
         answer = http.put("/v1/files")
         assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
         assert answer.headers["allow"] == "GET, POST"
         assert http.head("/v1/files").status_code == 405
+
+    @pytest.mark.parametrize(
+        ("path", "nearest"),
+        [
+            ("/chat/completions", "/v1/chat/completions"),
+            ("/files", "/v1/files"),
+            ("/batches/batch_1", "/v1/batches/batch_1"),
+            ("/models/tiny", "/v1/models/tiny"),
+            ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ],
+    )
+    def test_a_base_url_without_its_v1_or_with_two_is_told_so(
+        self, http: httpx.Client, path: str, nearest: str
+    ) -> None:
+        answer = http.post(path, json={})
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "route_not_found")
+        assert error_of(answer)["message"] == (
+            f'there is no route "{path}"; did you mean "{nearest}"? The base URL ends with /v1, once'
+        )
 
     def test_a_wrong_parameter_is_named(self, http: httpx.Client) -> None:
         answer = http.get("/v1/batches?limit=many")

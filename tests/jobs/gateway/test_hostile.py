@@ -95,6 +95,18 @@ def test_each_route_refuses_bodies_that_are_none(http: httpx.Client, what: str) 
         is_refused(answer, (path, what))
 
 
+NO_JSON_OBJECTS = ("null", "a list", "a number", "half a body", "two bodies", "10,000 lists", "not UTF-8", "UTF-16")
+
+
+@pytest.mark.parametrize("what", NO_JSON_OBJECTS)
+def test_each_route_says_in_the_same_words_that_a_body_is_no_json_object(http: httpx.Client, what: str) -> None:
+    answers = {path: http.post(path, content=BODIES[what]).json()["error"] for path in posts(http)}
+    assert {error["code"] for error in answers.values()} == {"invalid_json"}, answers
+    (message,) = {error["message"] for error in answers.values()}
+    assert "write one JSON object" in message or "nested more than" in message
+    assert "line" not in message
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

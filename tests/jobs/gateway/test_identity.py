@@ -261,6 +261,10 @@ def test_storage_is_bounded_and_freed_by_deleting(shared_gateway: RunningGateway
         with pytest.raises(openai.RateLimitError) as refused:
             upload(client, [chat_line("b", "y" * 3000)])
         assert refused.value.code == "insufficient_quota"
+        assert refused.value.body["message"] == (  # type: ignore[index]
+            f"tenant {tenant} stores {first.bytes} bytes, this adds {first.bytes}, and {first.bytes + 1000} are "
+            "allowed; delete files, or have the quota raised: promptmill tenant set"
+        )
         assert refused.value.response.headers["x-should-retry"] == "false"
         assert call(shared_gateway.url, client.api_key).json()["storage_bytes"] == {
             "used": first.bytes,

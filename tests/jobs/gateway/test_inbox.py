@@ -97,9 +97,10 @@ def test_what_is_no_entry_is_set_aside_with_the_reason(
     key = make_key(sqlite_database, tenant="acme", name="app").key
     queue_client.rpush("promptmill.door.x", "untouched")
     wrong: list[tuple[Any, str]] = [
-        ("garbage", "invalid_json_line"),
-        ("[" * 10_000, "invalid_json_line"),
-        (b"\xff\xfe", "invalid_json_line"),
+        ("garbage", "invalid_json"),
+        ([], "invalid_json"),
+        ("[" * 10_000, "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
         ({}, "missing_required_parameter"),
         (entry(key, secret=1), "unknown_parameter"),
         ({"token": key}, "invalid_value"),
@@ -137,6 +138,10 @@ def test_a_refused_entry_is_answered_too(
     assert (answer["status_code"], answer["response"], answer["custom_id"]) == (400, None, "mine")
     assert answer["error"]["code"] == "unknown_parameter"
     assert "did you mean temperature" in answer["error"]["message"]
+    put(queue_client, {**refused, "body": {"model": "gpt-4", "messages": [{"role": "user", "content": "x"}]}})
+    answer = reply(queue_client, "promptmill.reply.r")
+    assert (answer["status_code"], answer["error"]["code"]) == (404, "model_not_found")
+    assert answer["error"]["message"].startswith(f'there is no model "gpt-4", only {MODEL}; take one of these, ')
     put(queue_client, {"reply_to": "promptmill.reply.r", "token": 5})
     assert reply(queue_client, "promptmill.reply.r")["error"]["code"] == "invalid_type"
 
@@ -253,3 +258,13 @@ def test_a_shell_with_redis_cli_is_enough(
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["response"]["object"] == "chat.completion"
+    refused = subprocess.run(
+        ["bash", str(ROOT / "examples" / "inbox.sh"), '"error":null} is what I ask.'],
+        env=os.environ | told | {"MODEL": "gpt-4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert json.loads(refused.stdout)["error"]["code"] == "model_not_found"
+    assert refused.returncode == 1
