@@ -38,10 +38,12 @@ START_S = 90.0
 # packages anew, for a quarter of a second or more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Times vary on shared machines: a slow example is not a wrong one.
+# Times vary on shared machines: a slow example is not a wrong one. A check of a change tries the same examples each
+# time; new ones are looked for at home.
 hypothesis_settings.register_profile(
     "promptmill",
     deadline=None,
+    derandomize=os.environ.get("HYPOTHESIS_DERANDOMIZE") == "1",
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 hypothesis_settings.load_profile("promptmill")
