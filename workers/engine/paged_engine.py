@@ -464,7 +464,7 @@ class PagedEngine(StepLoop[_Row]):
                 continue
             if tail is not None and not self._fits(row, shared, held=(tail.block,)):
                 tail = None
-            if not self._fits(row, shared):
+            if tail is None and not self._fits(row, shared):
                 self._waiting.appendleft(row)
                 break
             if tail is not None:

@@ -17,11 +17,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+from tests.checkpoints import DESCRIPTION
 from workers.engine import cuda_ops
 from workers.engine.cuda_ops import OperatorsUnavailable, build_library, load_operators
 from workers.engine.flavour import cuda_trouble, load_libraries
 from workers.models.cuda_graph import OWN_DOMAIN, attention_room
-from workers.models.description import CudaType, ModelDescription
+from workers.models.description import CudaType
 from workers.models.weights import bfloat16_to_float32, float32_to_bfloat16
 
 Array = npt.NDArray[Any]
@@ -140,21 +141,6 @@ DECODE: Mapping[CudaType, Callable[[Array], Array]] = {
 }
 ROUNDING: Mapping[CudaType, float] = {"float16": 2**-11, "bfloat16": 2**-8}
 STORED: Mapping[int, Any] = {TensorProto.INT64: np.int64, TensorProto.FLOAT: np.float32}
-LLAMA = ModelDescription(
-    architecture="llama",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=172,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=8,
-    context_length=512,
-    rms_norm_epsilon=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-)
 ELEMENTS: Mapping[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
@@ -265,7 +251,7 @@ def test_a_token_attends_to_its_rows_context(
             total, answer = total + mass, answer + mass[..., None] * prefix_answer[:, row]
         wanted[row] = answer / total[..., None]
 
-    model = dataclasses.replace(LLAMA, num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=dim)
+    model = dataclasses.replace(DESCRIPTION, num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=dim)
     room = np.zeros(attention_room(model, rows, width * size), dtype=np.float32)
     inputs: list[Array] = [query, keys, values, tables, past, room]
     if with_prefix:
@@ -298,7 +284,7 @@ def test_the_beginnings_of_blocks_are_copied_in_every_plane(dtype: CudaType) -> 
         _, pointer = runtime.cudaMalloc(array.nbytes)
         runtime.cudaMemcpy(pointer, array.ctypes.data, array.nbytes, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
         held.append(pointer)
-    operators = load_operators(LLAMA, dtype)
+    operators = load_operators(DESCRIPTION, dtype)
     operators.copy_positions(
         0, int(held[0]), int(held[1]), 3, planes=planes, plane_bytes=blocks * words * 16, block_bytes=words * 16
     )
@@ -346,7 +332,7 @@ def _run(
     runtime = importlib.import_module("cuda.bindings.runtime")
     element = ELEMENTS[dtype]
     dim, group = heads
-    model = dataclasses.replace(LLAMA, num_heads=group, num_kv_heads=1, head_dim=dim)
+    model = dataclasses.replace(DESCRIPTION, num_heads=group, num_kv_heads=1, head_dim=dim)
     library = load_operators(model, dtype).library
     kinds = {np.dtype(np.int32): TensorProto.INT32, np.dtype(np.int64): TensorProto.INT64}
     types = [

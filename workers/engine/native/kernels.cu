@@ -4,7 +4,6 @@
 typedef unsigned short Element;  // the bits of a float16 or bfloat16
 typedef long long Index;
 
-
 #ifdef BFLOAT16
 __device__ __forceinline__ float widen(Element bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
 __device__ __forceinline__ Element narrow(float value) {
