@@ -184,6 +184,7 @@ def run(input_path: str, **given: Any) -> int:
 @click.option("--name", type=NAME, help="The job's name: lines that an earlier batch of it answered are not run again.")
 @click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
 @click.option("--deadline", help=_DEADLINE)
+@click.option("--paused", is_flag=True, help="Run nothing of it until `promptmill resume`.")
 @click.option("--tenant", type=NAME, default="default", show_default=True, help="Whose it is; tenants share fairly.")
 @click.option("--idempotency-key", type=NAME, help="The same key, the same batch; with another input it is refused.")
 @click.option("--again", is_flag=True, help="A new batch, even if the same was submitted before.")

@@ -106,6 +106,7 @@ def submit(input_path: str, given: Mapping[str, Any]) -> int:
             artifact_digest=target.digest,
             idempotency_key=given["idempotency_key"],
             same_within_s=0.0 if given["again"] else None,
+            is_paused=given["paused"],
             shares_duplicates=not given["compute_all"],
             keeps_answers=not given["compute_all"],
         )

@@ -86,6 +86,7 @@ class BatchCall(_Given):
     metadata: Metadata | None = None
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    paused: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,7 @@ class Reception:
                 completion_window=given.completion_window,
                 output_expires_after_s=lifetime_s,
                 submit_options=SubmitOptions().to_json(),
+                paused_at=now if given.paused else None,
             )
             return transitions.create_batch(connection, new, now), True
 

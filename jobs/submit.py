@@ -53,6 +53,7 @@ class BatchOptions:
     when known; the answers of another artifact of the same name are then not taken for this one's.
     idempotency_key: the same key means the same batch, for ever. Without one, the same input and parameters do, within
     `same_within_s` (None: for ever) and under the same name, if one is given.
+    is_paused: a new batch waits until it is resumed.
     shares_duplicates, keeps_answers: the two savings above can be switched off.
     """
 
@@ -64,6 +65,7 @@ class BatchOptions:
     artifact_digest: str = ""
     idempotency_key: str | None = None
     same_within_s: float | None = None
+    is_paused: bool = False
     is_interactive: bool = False
     shares_duplicates: bool = True
     keeps_answers: bool = True
@@ -260,6 +262,7 @@ class _Writer:
         if batch is not None:
             # One that has started meanwhile is found out about with the first line that is to be added to it.
             return batch.id, queries.last_submitted_line(connection, batch.id)
+        now = self.database.now()
         new = NewBatch(
             public_id=f"batch_{uuid.uuid4().hex}",
             fingerprint=self.fingerprint,
@@ -274,8 +277,9 @@ class _Writer:
             artifact_digest=options.artifact_digest or None,
             is_interactive=options.is_interactive,
             runs_early=True,
+            paused_at=now if options.is_paused else None,
         )
-        return transitions.create_batch(connection, new, self.database.now()), 0
+        return transitions.create_batch(connection, new, now), 0
 
     def _make_request(self, item: InputLine) -> NewRequest:
         line, custom_id, body, prefix = item

@@ -102,7 +102,10 @@ class IllegalMove(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A batch as submitted. metadata: JSON text. runs_early: its lines need not wait until all are written."""
+    """A batch as submitted. metadata: JSON text. runs_early: its lines need not wait until all are written.
+
+    paused_at: not None when nothing of it is to run until it is resumed.
+    """
 
     public_id: str
     fingerprint: str
@@ -124,6 +127,7 @@ class NewBatch:
     completion_window: str | None = None
     output_expires_after_s: float | None = None
     submit_options: str | None = None
+    paused_at: float | None = None
 
     def columns(self) -> dict[str, Any]:
         """As the table has them. (`asdict` copies deeply, which a call that somebody waits for need not pay for.)"""

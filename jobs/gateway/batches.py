@@ -86,6 +86,7 @@ class CreateBatch(RequestBody):
 
     name: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_without_nul)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = None
+    paused: bool | None = None
     invalid_lines: Literal["fail_batch", "fail_line"] | None = None
     refuse_impossible_deadline: bool | None = None
 
@@ -306,6 +307,7 @@ def _create(gateway: Gateway, caller: Caller, body: CreateBatch, key: str | None
                 default_lifetime_s if body.output_expires_after is None else float(body.output_expires_after.seconds)
             ),
             submit_options=options.to_json(),
+            paused_at=now if body.paused else None,
         )
         return transitions.create_batch(connection, new, now)
 

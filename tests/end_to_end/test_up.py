@@ -131,6 +131,14 @@ def test_followed_results_come_as_they_land_and_go_on_from_a_cursor(up: Home) ->
     assert [json.loads(line)["custom_id"] for line in rest.stdout.splitlines()] == names[10:]
 
 
+def test_a_job_that_is_submitted_paused_begins_when_it_is_resumed(up: Home) -> None:
+    batch = submit(up, "waiting", 5, 20, "--paused")
+    assert shown(up, batch)["is_paused"]
+    assert answered(up, batch) == 0
+    assert up.run("resume", batch).returncode == 0
+    assert wait_for_status(up, batch, "completed")["requests"]["completed"] == 5
+
+
 def test_a_running_job_is_paused_resumed_made_urgent_and_cancelled(up: Home) -> None:
     lines = 5000  # more than any machine answers while these commands start up
     batch = submit(up, "steered", lines, 100)

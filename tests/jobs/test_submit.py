@@ -415,6 +415,18 @@ def test_lines_run_while_later_ones_are_read_and_the_batch_ends_with_the_last(da
     assert submission.batch.completed_requests == submission.batch.total_requests == 7
 
 
+def test_a_batch_that_is_submitted_paused_begins_when_it_is_resumed(database: Database, path: Path) -> None:
+    path.write_text("one\ntwo\n")
+    submission = send(database, path, BatchOptions(is_paused=True))
+    assert (submission.batch.status, submission.batch.paused_at is None) == (BatchStatus.IN_PROGRESS, False)
+    with database.write() as connection:
+        assert transitions.queue_requests(connection, [1, 2], database.now()) == []
+    assert send(database, path).batch.id == submission.batch.id, "whether it waits is no part of what is asked"
+    with database.write() as connection:
+        assert transitions.resume_batch(connection, submission.batch.id, database.now())
+    assert run_what_is_there(database, submission.batch.id) == 2
+
+
 @pytest.mark.usefixtures("small_groups")
 def test_a_line_that_repeats_one_answered_already_gets_that_answer(database: Database, path: Path) -> None:
     path.write_text("same\nother\nthird\nsame\n")

@@ -119,7 +119,7 @@ test("a bad file fails its batch, naming the line", async () => {
 
 test("a batch is cancelled", async () => {
   const lines = Array.from({ length: 2000 }, (_, number) => promptLine(`r${number}`, `number ${number}`));
-  const made = await createBatch(lines);
+  const made = await createBatch(lines, { paused: true }); // no worker can be quicker than the call
   assert.ok(["cancelling", "cancelled"].includes((await client.batches.cancel(made.id)).status));
   assert.equal((await ended(made.id)).status, "cancelled");
 });

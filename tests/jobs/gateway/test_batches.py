@@ -184,8 +184,8 @@ class TestEndToEnd:
     def test_a_cancelled_batch_keeps_what_is_finished(
         self, shared_gateway: RunningGateway, shared_client: openai.OpenAI, shared_worker: WorkerProcess
     ) -> None:
-        made = create(shared_client, [prompt_line("a", "one"), prompt_line("b", "two")], "/v1/completions")
-        shared_client.post(f"/batches/{made.id}/pause", cast_to=object)
+        lines = [prompt_line("a", "one"), prompt_line("b", "two", max_tokens=0)]
+        made = create(shared_client, lines, "/v1/completions", extra_body={"paused": True})
         wait_for_status(shared_client, made.id, "in_progress")
         cancelling = shared_client.batches.cancel(made.id)
         assert cancelling.status == "cancelling"
@@ -193,18 +193,17 @@ class TestEndToEnd:
         batch = wait_for_status(shared_client, made.id, "cancelled")
         assert batch.cancelled_at is not None
         assert (batch.completed_at, batch.expired_at, batch.failed_at) == (None, None, None)
+        assert batch.request_counts.to_dict() == {"total": 2, "completed": 0, "failed": 1}
         errors = content(shared_client, batch.error_file_id)
-        never_ran = {key: row["error"]["code"] for key, row in errors.items() if row["response"] is None}
-        assert set(never_ran.values()) <= {"batch_cancelled"}
-        answered = content(shared_client, batch.output_file_id) if batch.output_file_id else {}
-        assert set(never_ran) | set(answered) == {"a", "b"}
+        assert (errors["a"]["response"], errors["a"]["error"]["code"]) == (None, "batch_cancelled")
+        assert errors["b"]["response"]["status_code"] == 400
         assert shared_client.batches.cancel(made.id).status == "cancelled"
 
     def test_an_expired_batch_keeps_what_is_finished(
         self, shared_gateway: RunningGateway, shared_client: openai.OpenAI, shared_worker: WorkerProcess
     ) -> None:
-        made = create(shared_client, [chat_line("a"), chat_line("b", max_tokens=0)])
-        shared_client.post(f"/batches/{made.id}/pause", cast_to=object)
+        lines = [chat_line("a"), chat_line("b", max_tokens=0)]
+        made = create(shared_client, lines, extra_body={"paused": True})
         wait_for_status(shared_client, made.id, "in_progress")
         database = shared_gateway.database
         with database.write() as connection:

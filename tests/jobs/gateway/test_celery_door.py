@@ -26,7 +26,7 @@ from jobs.keys import make_key
 from jobs.queue import queue_name
 from jobs.settings import Settings, environment_of
 from jobs.up import StopSignals, UpObserver
-from storage import queries
+from storage import queries, transitions
 from storage.database import Database, open_database
 from storage.transitions import set_quotas
 from tests.conftest import wait_until
@@ -176,18 +176,19 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
         key = make_key(database, tenant="acme", name="app")
         lines = [chat_line(f"line-{n}", f"number {n}") for n in range(3)]
         urgent = {"priority": 9}
+        batch = {"token": key.key, "lines": lines}
         answers = produce(
             doors,
             (celery_door.GENERATE, chat(key.key, "one two three", custom_id="mine"), {}),
             (celery_door.GENERATE, {"model": MODEL, "prompt": "a b c", "token": key.key, "max_tokens": 4}, urgent),
-            (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": lines, "metadata": {"by": "celery"}}, {}),
+            (celery_door.SUBMIT_BATCH, {**batch, "metadata": {"by": "celery"}, "paused": True}, {}),
             (celery_door.GENERATE, chat(key.key, temprature=1), {}),
             (celery_door.GENERATE, chat(key.key, "x" * 500), {}),
             (celery_door.GENERATE, chat(key.key, model="gpt-4"), {}),
             (celery_door.GENERATE, chat("pm-" + "A" * 43), {}),
             (celery_door.GENERATE, chat(None), {}),
             (celery_door.GENERATE, chat(key.key, stream=True), {}),
-            (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": lines, "input_file_id": "file-1"}, {}),
+            (celery_door.SUBMIT_BATCH, {**batch, "input_file_id": "file-1"}, {}),
             (celery_door.SUBMIT_BATCH, {"token": key.key, "lines": [{"custom_id": "a"}]}, {}),
             (celery_door.SUBMIT_BATCH, {"token": key.key, "input_file_id": "file-1", "endpoint": lines[0]["url"]}, {}),
             ("promptmill.nothing", {}, {}),
@@ -199,6 +200,11 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
         assert completed["answer"]["usage"]["completion_tokens"] == 4
         assert ordered["answer"]["status"] == "validating"
         assert ordered["answer"]["metadata"] == {"by": "celery"}
+        assert ordered["answer"]["promptmill"]["is_paused"] is True
+        with database.write() as connection:
+            ordered_batch = queries.find_batch(connection, ordered["answer"]["id"])
+            assert ordered_batch is not None
+            assert transitions.resume_batch(connection, ordered_batch.id, database.now())
         assert [(each["raised"], each["text"].partition(":")[0]) for each in refused] == [
             ("ValueError", "unknown_parameter"),
             ("ValueError", "context_length_exceeded"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -23,8 +22,6 @@ from tests.conftest import wait_until
 from tests.jobs.gateway.conftest import PATIENCE_S, RunningGateway, chat_line, upload, wait_for_status
 from tests.jobs.gateway.test_batches import create, plain, prompt_line
 
-TRIES = 100
-
 
 def post(client: openai.OpenAI, path: str, **body: Any) -> Any:
     return client.post(path, body=body or None, cast_to=object)
@@ -35,16 +32,11 @@ def get(client: openai.OpenAI, path: str) -> Any:
 
 
 def paused(client: openai.OpenAI, lines: list[Any], endpoint: str = "/v1/completions") -> str:
-    """A batch that is in progress and does nothing. One that the workers were quicker to begin is made anew."""
-    for number in range(TRIES):
-        made = create(client, lines, endpoint, metadata={"try": str(number)})
-        with contextlib.suppress(openai.BadRequestError):  # it has ended
-            assert post(client, f"/batches/{made.id}/pause")["promptmill"]["is_paused"] is True
-        wait_for_status(client, made.id, "in_progress", "completed")
-        records = [get(client, f"/requests/{made.id}:{line['custom_id']}") for line in lines]
-        if {record["status"] for record in records} == {"pending"}:
-            return str(made.id)
-    pytest.fail(f"of {TRIES} batches all had begun before they were paused")
+    """A batch that is in progress and does nothing."""
+    made = create(client, lines, endpoint, extra_body={"paused": True})
+    assert plain(made)["promptmill"]["is_paused"] is True
+    wait_for_status(client, made.id, "in_progress")
+    return str(made.id)
 
 
 class TestSteering:
