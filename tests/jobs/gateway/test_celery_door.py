@@ -200,10 +200,10 @@ def test_an_application_with_only_celery_gets_openais_response(doors: Settings, 
         assert completed["answer"]["usage"]["completion_tokens"] == 4
         assert ordered["answer"]["status"] == "validating"
         assert ordered["answer"]["metadata"] == {"by": "celery"}
-        assert ordered["answer"]["promptmill"]["is_paused"] is True
         with database.write() as connection:
             ordered_batch = queries.find_batch(connection, ordered["answer"]["id"])
             assert ordered_batch is not None
+            assert ordered_batch.paused_at is not None
             assert transitions.resume_batch(connection, ordered_batch.id, database.now())
         assert [(each["raised"], each["text"].partition(":")[0]) for each in refused] == [
             ("ValueError", "unknown_parameter"),
