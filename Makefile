@@ -45,7 +45,7 @@ check: setup ## Lint, format, types, layering
 	@$(BIN)/python tests/layering.py
 
 test: setup ## Run the tests (a few minutes on two cores)
-	@$(BIN)/python -m pytest -m "not gpu and not drill"
+	@$(BIN)/python -m pytest
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu
