@@ -616,15 +616,38 @@ class CudaRunner:
         log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=per_block * self.num_blocks)
 
     def _try_copies(self) -> None:
-        """Copy within the scratch block once. Where that is refused, what would be copied is computed."""
+        """Copy all positions but the last of one block to another, and look at what came there.
+
+        Where that is refused, or not what was to be copied, beginnings that end within a block are computed.
+        """
         if not self.copies_blocks:
             return
         try:
-            self.copy_blocks([BlockCopy(SCRATCH_BLOCK, SCRATCH_BLOCK, 1)])
-            self.check()
+            if not self._copies_rightly():
+                raise CudaError("a copied block is not as the one that it was copied from", code="device_failed")
         except PromptmillError as error:
             log.warning("block_copies_unavailable", reason=error.message)
             self.copies_blocks = False
+
+    def _copies_rightly(self) -> bool:
+        token_bytes = self._model.kv_size * _ITEM_BYTES
+        block_bytes, copied = self.block_size * token_bytes, (self.block_size - 1) * token_bytes
+        planes = [self._cache + plane * self.num_blocks * block_bytes for plane in (0, 2 * self._model.num_layers - 1)]
+        written = np.random.default_rng(0).integers(1, 256, (len(planes), block_bytes), dtype=np.uint8)
+        found = np.zeros_like(written)
+        lane, target = self._lane, SCRATCH_BLOCK + 1  # nothing is in any block yet
+        self._call("cudaDeviceSynchronize")  # the cache was cleared in another stream
+        try:
+            for plane, values in zip(planes, written, strict=True):
+                self._copy_in(lane, plane + SCRATCH_BLOCK * block_bytes, values.ctypes.data, block_bytes)
+            self.copy_blocks([BlockCopy(SCRATCH_BLOCK, target, self.block_size - 1)])
+            for plane, values in zip(planes, found, strict=True):
+                self._copy_out(lane, values.ctypes.data, plane + target * block_bytes, block_bytes)
+            self.check()
+        finally:  # padding reads the scratch block
+            self._call("cudaMemset", self._cache, 0, 2 * self._model.num_layers * self.num_blocks * block_bytes)
+            self._call("cudaDeviceSynchronize")
+        return bool(np.array_equal(found[:, :copied], written[:, :copied]) and not found[:, copied:].any())
 
     def _prefill_dummy(self, lengths: Sequence[int]) -> None:
         rows = len(lengths)

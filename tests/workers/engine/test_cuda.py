@@ -348,12 +348,36 @@ def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: Preten
     engine.close()
 
 
-def test_a_device_that_refuses_to_copy_computes_instead(device: PretendedCuda) -> None:
-    class Refusing(PretendedOperators):
-        def copy_positions(self, *_: Any, **__: Any) -> None:
-            raise OperatorsUnavailable("the driver refuses")
+class Refusing(PretendedOperators):
+    def copy_positions(self, *_: Any, **__: Any) -> None:
+        raise OperatorsUnavailable("the driver refuses")
 
-    runner = make_runner(operators=Refusing())
+
+class Forgetting(PretendedOperators):
+    """The last plane stays as it was."""
+
+    def copy_positions(self, *given: Any, planes: int, **options: Any) -> None:
+        super().copy_positions(*given, planes=planes - 1, **options)
+
+
+class Overdoing(PretendedOperators):
+    """Whole blocks, however much of them was to be copied."""
+
+    def copy_positions(
+        self, stream: int, cache: int, copies: int, count: int, *, planes: int, plane_bytes: int, block_bytes: int
+    ) -> None:
+        entries = np.frombuffer((ctypes.c_uint8 * (count * 12)).from_address(copies), dtype=np.int32).reshape(count, 3)
+        entries[:, 2] = block_bytes // 16
+        super().copy_positions(
+            stream, cache, copies, count, planes=planes, plane_bytes=plane_bytes, block_bytes=block_bytes
+        )
+
+
+@pytest.mark.parametrize("operators", [Refusing, Forgetting, Overdoing])
+def test_a_device_that_does_not_copy_as_told_computes_instead(
+    device: PretendedCuda, operators: type[PretendedOperators]
+) -> None:
+    runner = make_runner(operators=operators())
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
     assert not runner.copies_blocks
     prompt = [5] * 30
