@@ -163,12 +163,12 @@ class Reception:
         ).hexdigest()
         is_kept = False
 
-        def create(connection: Connection) -> tuple[int, bool]:
+        def create(connection: Connection) -> tuple[BatchRow, bool]:
             now = self.database.now()
             transitions.lock_tenant(connection, caller.tenant)
             known = queries.find_batch_by_idempotency_key(connection, f"{door}:{key}", caller.tenant)
             if known is not None:
-                return known.id, False
+                return known, False
             check_running_batches(connection, caller.tenant)
             file_id = given.input_file_id
             if contents is not None:
@@ -196,18 +196,17 @@ class Reception:
                 submit_options=SubmitOptions().to_json(),
                 paused_at=now if given.paused else None,
             )
-            return transitions.create_batch(connection, new, now), True
+            made = queries.find_batch_by_id(connection, transitions.create_batch(connection, new, now))
+            assert made is not None, "it is there since the line above"
+            return made, True
 
         try:
             if contents is not None:
                 contents.put_in_place()
-            batch_id, is_kept = self.database.retry(create)
+            batch, is_kept = self.database.retry(create)
         finally:
             if contents is not None and not is_kept:
                 contents.discard()
-        with self.database.read() as connection:
-            batch = queries.find_batch_by_id(connection, batch_id)
-        assert batch is not None, "batches are not removed"
         return render_order(batch)
 
     def outcomes(self, request_ids: Sequence[int]) -> dict[int, Outcome]:

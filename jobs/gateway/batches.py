@@ -280,12 +280,12 @@ def _create(gateway: Gateway, caller: Caller, body: CreateBatch, key: str | None
     default_lifetime_s = gateway.settings.gateway.file_lifetime_s or None
     database = gateway.database
 
-    def create(connection: Connection) -> int:
+    def create(connection: Connection) -> dict[str, Any]:
         now = database.now()
         transitions.lock_tenant(connection, caller.tenant)
         repeated = _find_repeated(connection, caller, fingerprint, key, now)
         if repeated is not None:
-            return repeated.id
+            return show_batch(gateway, connection, repeated)
         check_running_batches(connection, caller.tenant)
         _input_file(connection, caller, body.input_file_id)
         new = NewBatch(
@@ -309,13 +309,11 @@ def _create(gateway: Gateway, caller: Caller, body: CreateBatch, key: str | None
             submit_options=options.to_json(),
             paused_at=now if body.paused else None,
         )
-        return transitions.create_batch(connection, new, now)
+        made = queries.find_batch_by_id(connection, transitions.create_batch(connection, new, now))
+        assert made is not None, "it is there since the line above"
+        return show_batch(gateway, connection, made)  # as it begins, however soon it is validated
 
-    batch_id = database.retry(create)
-    with database.read() as connection:
-        batch = queries.find_batch_by_id(connection, batch_id)
-        assert batch is not None, "batches are not removed"
-        return show_batch(gateway, connection, batch)
+    return database.retry(create)
 
 
 def _finish_cancel(gateway: Gateway, batch: BatchRow) -> None:
