@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Connection, CursorResult, Dialect, Table, bindparam, text
+from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Table, bindparam, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.ext.compiler import compiles
@@ -19,6 +19,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.expression import ColumnElement
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Text, TypeDecorator, TypeEngine
+
+from storage.direct import run_sqlite
 
 # Rows of one INSERT on SQLite. More bring nothing; with our widest table it is a tenth of the parameters it allows.
 SQLITE_BLOCK_ROWS = 128
@@ -109,8 +111,8 @@ def _storable(value: Any) -> Any:
     return storable(value) if isinstance(value, str) else value
 
 
-def _inserted(result: CursorResult[Any]) -> int:
-    inserted = result.rowcount
+def _inserted(result: Any) -> int:
+    inserted: int = result.rowcount
     assert inserted >= 0, "the driver did not count"
     return inserted
 
@@ -136,9 +138,9 @@ def _insert_sqlite(
     statement = _sqlite_insert(table, columns, unless, len(rows))
     values = tuple(chain.from_iterable(rows))
     try:
-        result = connection.exec_driver_sql(statement, values)
+        result = run_sqlite(connection, statement, values)
     except UnicodeEncodeError:
-        result = connection.exec_driver_sql(statement, tuple(map(_storable, values)))
+        result = run_sqlite(connection, statement, tuple(map(_storable, values)))
     return _inserted(result)
 
 

@@ -21,6 +21,7 @@ from sqlalchemy import Connection as Connection
 from sqlalchemy import Engine, create_engine, event, exc, inspect, text
 from sqlalchemy.engine import URL, make_url
 
+from storage.direct import run_sqlite
 from storage.errors import StorageError
 
 # The newest step in migrations/versions; a test holds the two together. Known here so that a start with an up-to-date
@@ -39,7 +40,6 @@ CLOCK_REFRESH_S = 30.0
 SCHEMA_LOCK = 0x70726F6D_01
 DISPATCH_LOCK = 0x70726F6D_02
 
-_WRITE = "promptmill_write"
 _Returned = TypeVar("_Returned")
 
 
@@ -53,6 +53,7 @@ class Database:
         # SQLite has one writer. Threads of one process queue up here, which is fair and wakes at once; its own
         # busy handler, needed between processes, polls with growing sleeps.
         self._writer = threading.Lock()
+        self._kept: Connection | None = None  # the writer's, while nobody writes
         self._clock: tuple[float, float] | None = None  # (measured at, database time minus steady clock)
 
     @contextmanager
@@ -127,6 +128,9 @@ class Database:
         return time.monotonic() + self._clock[1]
 
     def close(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
         self.engine.dispose()
 
     def __enter__(self) -> Database:
@@ -138,12 +142,15 @@ class Database:
     @contextmanager
     def _transaction(self, *, write: bool) -> Iterator[Connection]:
         try:
-            with self.engine.connect() as connection:
-                connection = connection.execution_options(**{_WRITE: write})
-                with connection.begin():
-                    yield connection
+            kept = write and self.is_sqlite
+            with self._kept_connection() if kept else self.engine.connect() as connection, connection.begin():
+                if self.is_sqlite:
+                    _begin_sqlite(connection, write=write)
+                yield connection
         except exc.DBAPIError as error:
             raise explain(error, self.shown_url) from error
+        except sqlite3.Error as error:  # of a statement that went to the driver directly
+            raise _explain_sqlite(" ".join(str(error).split()), self.shown_url) from error
         except exc.TimeoutError as error:
             raise StorageError(
                 f"database {self.shown_url}: no connection became free within {BUSY_TIMEOUT_S:.0f} s; "
@@ -151,6 +158,17 @@ class Database:
                 code="database_busy",
                 retryable=True,
             ) from error
+
+    @contextmanager
+    def _kept_connection(self) -> Iterator[Connection]:
+        """SQLite's one writer keeps its connection: to get one from the pool costs as much as a small transaction."""
+        connection, self._kept = self._kept or self.engine.connect(), None
+        try:
+            yield connection
+        except BaseException:
+            connection.close()  # back to the pool, which looks after it
+            raise
+        self._kept = connection
 
 
 def open_database(url: str) -> Database:
@@ -279,7 +297,7 @@ def _sqlite_engine(url: URL, shown: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(dbapi_connection: sqlite3.Connection, _record: object) -> None:
-        dbapi_connection.isolation_level = None  # the driver begins nothing by itself; `begin` below does
+        dbapi_connection.isolation_level = None  # the driver begins nothing by itself; `_begin_sqlite` does
         _use_wal(dbapi_connection)
         for pragma in (
             "synchronous = NORMAL",  # with WAL: a power cut may lose the last transactions, never corrupts
@@ -289,43 +307,37 @@ def _sqlite_engine(url: URL, shown: str) -> Engine:
         ):
             dbapi_connection.execute(f"PRAGMA {pragma}")
 
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        if connection.get_execution_options().get(_WRITE, False):
-            _take_write_lock(connection)
-        else:  # touches no file, so nothing can go wrong that an error would have to tell
-            _raw(connection).execute("BEGIN")
-
     return engine
 
 
-def _take_write_lock(connection: Connection) -> None:
+def _begin_sqlite(connection: Connection, *, write: bool) -> None:
+    """Not from SQLAlchemy's event for it: one that listens makes each statement of every transaction cost more."""
+    if write:
+        _take_write_lock(connection.connection.dbapi_connection)
+    else:
+        run_sqlite(connection, "BEGIN")
+
+
+def _take_write_lock(driver: Any) -> None:
     """Begin a write transaction as soon as no other process has one.
 
     SQLite's own waiting looks again after 1, 2, 5, 10, ... 100 ms. Another process's transaction mostly lasts a
     millisecond or two, and who meets a few of them in a row would wait many times as long as they last.
     """
-    raw = _raw(connection)
     deadline, pause_s = time.monotonic() + BUSY_TIMEOUT_S, SHORTEST_LOCK_PAUSE_S
-    raw.execute("PRAGMA busy_timeout = 0")
+    driver.execute("PRAGMA busy_timeout = 0")
     try:
-        while time.monotonic() < deadline:
+        while True:
             try:
-                raw.execute("BEGIN IMMEDIATE")
+                driver.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
-                if "locked" not in str(error):
-                    break
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_LOCK_PAUSE_S)
-        connection.exec_driver_sql("BEGIN IMMEDIATE")  # its failure leaves as SQLAlchemy's
     finally:
-        raw.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
-
-
-def _raw(connection: Connection) -> Any:
-    """The driver's own connection."""
-    return connection.connection.dbapi_connection
+        driver.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import (
     Connection,
     Double,
+    Table,
     and_,
     bindparam,
     case,
@@ -39,6 +40,7 @@ from sqlalchemy import (
 from sqlalchemy import cast as cast_to
 
 from storage.bulk import insert_rows, insert_values, one_of, storable
+from storage.direct import run
 from storage.errors import StorageError
 from storage.models import (
     ANSWERS,
@@ -449,31 +451,22 @@ def create_interactive(
     assert batch.is_interactive
     if not is_known_tenant:
         _add_tenant(connection, batch.tenant)
-    values = {
-        **batch.columns(),
-        "status": BatchStatus.IN_PROGRESS.value,
-        "total_requests": 1,
-        "completed_requests": 0,
-        "failed_requests": 0,
-        "prompt_tokens": 0,
-        "cached_tokens": 0,
-        "completion_tokens": 0,
-        "estimated_prompt_tokens": request.estimated_prompt_tokens,
-        "created_at": now,
-        "in_progress_at": now,
-    }
-    batch_id = int(connection.execute(insert(BATCHES).returning(BATCHES.c.id), values).scalar_one())
+    prompt_tokens = request.estimated_prompt_tokens
+    (created,) = run(
+        connection,
+        _CREATE_INTERACTIVE,
+        {**batch.columns(), "estimated_prompt_tokens": prompt_tokens, "created_at": now, "in_progress_at": now},
+    )
     line = {
-        "batch_id": batch_id,
+        "batch_id": created.id,
         "line": request.line,
         "custom_id": request.custom_id,
-        "status": RequestStatus.QUEUED.value,
         "queued_at": now,
         "body": storable(request.body),
-        "attempt": 0,
         "estimated_tokens": request.estimated_tokens,
     }
-    return batch_id, int(connection.execute(insert(REQUESTS).returning(REQUESTS.c.id), line).scalar_one())
+    (queued,) = run(connection, _ADD_INTERACTIVE, line)
+    return created.id, queued.id
 
 
 def release_idempotency_key(connection: Connection, batch_id: int) -> None:
@@ -655,16 +648,15 @@ def claim_requests(
     """
     claimed: list[ClaimedRequest] = []
     for part in _parts(sorted(ids)):
-        rows = connection.execute(_CLAIMABLE, {"ids": part, "now": now}).all()
+        rows = run(connection, _CLAIMABLE, {"ids": part, "now": now})
         if any(row.isolation is not None for row in rows):
             smallest = min(row.isolation for row in rows if row.isolation is not None)
             if but_isolated or len(rows) > smallest:
                 rows = [row for row in rows if row.isolation is None]
         if not rows:
             continue
-        connection.execute(
-            _TAKE, {"ids": [row.id for row in rows], "owner": worker, "now": now, "expires_at": now + lease_s}
-        )
+        ids_taken = [row.id for row in rows]
+        run(connection, _TAKE, {"ids": ids_taken, "owner": worker, "now": now, "expires_at": now + lease_s})
         claimed += [
             ClaimedRequest(
                 id=row.id,
@@ -1031,7 +1023,7 @@ def end_interactive(connection: Connection, batch_ids: Collection[int], now: flo
     in_progress -> completed, cancelling -> cancelled, finalizing -> expired or completed. They have no files, so
     nothing is left to do for them. Batches of other kinds, or with an open request, are left alone.
     """
-    connection.execute(_END_INTERACTIVE, {"ids": sorted(batch_ids), "now": now})
+    run(connection, _END_INTERACTIVE, {"ids": sorted(batch_ids), "now": now})
 
 
 def expire_batches(connection: Connection, now: float) -> list[int]:
@@ -1277,6 +1269,29 @@ _CLAIM_COLUMNS = (
     REQUESTS.c.isolation,
 )
 
+
+def _inserting(table: Table, given: Sequence[str], **fixed: object) -> Any:
+    """An INSERT whose columns `given` are parameters; it returns the row's id."""
+    return insert(table).values({**{name: bindparam(name) for name in given}, **fixed}).returning(table.c.id)
+
+
+_CREATE_INTERACTIVE = _inserting(
+    BATCHES,
+    [*(field.name for field in fields(NewBatch)), "estimated_prompt_tokens", "created_at", "in_progress_at"],
+    status=BatchStatus.IN_PROGRESS.value,
+    total_requests=1,
+    completed_requests=0,
+    failed_requests=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    completion_tokens=0,
+)
+_ADD_INTERACTIVE = _inserting(
+    REQUESTS,
+    ["batch_id", "line", "custom_id", "queued_at", "body", "estimated_tokens"],
+    status=RequestStatus.QUEUED.value,
+    attempt=0,
+)
 _CLAIMABLE = (
     select(
         *_CLAIM_COLUMNS,
@@ -1479,7 +1494,7 @@ _ANSWERED = (
 def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: str, now: float) -> list[int]:
     held = {
         row.id: row
-        for row in connection.execute(_HELD, {"ids": [outcome.request_id for outcome in outcomes], "owner": worker})
+        for row in run(connection, _HELD, {"ids": [outcome.request_id for outcome in outcomes], "owner": worker})
     }
     attempts: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -1524,7 +1539,7 @@ def _record(connection: Connection, outcomes: Sequence[RequestOutcome], worker: 
     if not results:
         return []
     for status, ids in ended.items():
-        connection.execute(_END, {"ids": ids, "new_status": status})
+        run(connection, _END, {"ids": ids, "new_status": status})
     insert_rows(connection, ATTEMPTS, attempts)
     _put_results(connection, results, replaced)
     insert_rows(connection, ANSWERS, answers, unless=("key",))
@@ -1831,10 +1846,10 @@ def _count(
     """Raise a batch's counters. only_in: the status that alone allows it. Returns whether the batch is interactive."""
     amounts = {column: amount for column, amount in added.items() if amount}
     values = {"batch": batch_id, **{f"more_{column}": amount for column, amount in amounts.items()}}
-    row = connection.execute(_counting(tuple(sorted(amounts)), only_in), values).first()
-    if row is None:
+    counted = run(connection, _counting(tuple(sorted(amounts)), only_in), values)
+    if not counted:
         raise IllegalMove(f"batch {batch_id} takes no more lines: it is {_batch_status(connection, batch_id)}")
-    return bool(row.is_interactive)
+    return bool(counted[0].is_interactive)
 
 
 @lru_cache(maxsize=128)

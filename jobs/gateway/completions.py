@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
@@ -25,9 +27,9 @@ from jobs import interactive, protocol
 from jobs.gateway.bodies import WHOLE
 from jobs.gateway.chunks import DONE, HEARTBEAT, Chunks, event
 from jobs.gateway.errors import SERVER_ERROR, ApiError, error_body
-from jobs.gateway.identity import KnownCaller
+from jobs.gateway.identity import BEARER_SECURITY, caller_of
 from jobs.gateway.overload import Limits, Load, judge
-from jobs.gateway.replies import Replies, Wait
+from jobs.gateway.replies import CallerGone, Replies, Wait
 from jobs.gateway.standing import ModelStanding, Standing
 from jobs.gateway.state import Gateway
 from jobs.interactive import Answer, Asked
@@ -40,7 +42,19 @@ from storage.database import Connection
 from storage.errors import InvalidRequest
 from storage.models import Door
 
-router = APIRouter(tags=["chat and completions"])
+
+class DirectRoute(APIRoute):
+    """A route whose endpoint is called with its request alone, and answers with a response.
+
+    What FastAPI does to find an endpoint's parameters takes longer than all else between a call and its endpoint.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return endpoint
+
+
+router = APIRouter(tags=["chat and completions"], route_class=DirectRoute)
 
 # A streamed answer's status is held back for so long, so that a request that is refused, or fails at once, is answered
 # with its own status rather than in the midst of a stream. Far below the time after which proxies lose patience.
@@ -48,11 +62,14 @@ STATUS_WAIT_S = 5.0
 HEARTBEAT_S = 15.0
 # Larger bodies are parsed in a thread: they would hold up other calls by more than a millisecond.
 LONG_BODY_BYTES = 200_000
+IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY_CHARACTERS = 255
 # nginx's word for a caller that went away; nobody sees it but the metrics.
 CLIENT_CLOSED_REQUEST = 499
 # What ended in one of these ways may well pass the next time.
 TIMED_OUT = ("request_timed_out", "deadline_exceeded")
+
+_Returned = TypeVar("_Returned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +82,37 @@ class Calls:
     tenants: TenantBook
 
 
-async def calls_of(http_request: Request) -> Calls:
-    """A coroutine, as FastAPI calls a plain function in a thread."""
+def calls_of(http_request: Request) -> Calls:
     state = http_request.app.state
     return Calls(state.gateway, state.replies, state.standing, state.tenants)
 
 
-TheCalls = Annotated[Calls, Depends(calls_of)]
-IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=MAX_KEY_CHARACTERS)]
+def idempotency_key_of(http_request: Request) -> str | None:
+    """Raises InvalidRequest when it is empty or too long."""
+    key = http_request.headers.get(IDEMPOTENCY_KEY)
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_KEY} has {len(key)} characters; give it 1 to {MAX_KEY_CHARACTERS}, or leave it out",
+            code="invalid_value",
+            param=IDEMPOTENCY_KEY,
+        )
+    return key
 
 
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema for the OpenAPI document; the route itself parses and explains more closely than FastAPI."""
+def _description(model: type[BaseModel], *, takes_key: bool = True) -> dict[str, Any]:
+    """What the OpenAPI document says of a direct route: its body, its header, that it wants an API key."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="validation")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema)}}}}
+    header = {
+        "name": IDEMPOTENCY_KEY,
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
+    }
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema)}}},
+        "security": BEARER_SECURITY,
+        **({"parameters": [header]} if takes_key else {}),
+    }
 
 
 def _inline(schema: dict[str, Any]) -> dict[str, Any]:
@@ -117,37 +151,34 @@ class SimpleAnswer(BaseModel):
     "/v1/chat/completions",
     summary="Answer a conversation",
     response_class=Response,
-    openapi_extra=_body_of(ChatBody),
+    openapi_extra=_description(ChatBody),
 )
-async def create_chat_completion(
-    http_request: Request, calls: TheCalls, caller: KnownCaller, idempotency_key: IdempotencyKey = None
-) -> Response:
+async def create_chat_completion(http_request: Request) -> Response:
     """As OpenAI's. With `stream: true` server-sent events, token by token."""
-    return await _complete(Endpoint.CHAT, http_request, calls, caller, idempotency_key)
+    return await _complete(Endpoint.CHAT, http_request)
 
 
 @router.post(
     "/v1/completions",
     summary="Go on from a text",
     response_class=Response,
-    openapi_extra=_body_of(protocol.CompletionBody),
+    openapi_extra=_description(protocol.CompletionBody),
 )
-async def create_completion(
-    http_request: Request, calls: TheCalls, caller: KnownCaller, idempotency_key: IdempotencyKey = None
-) -> Response:
+async def create_completion(http_request: Request) -> Response:
     """As OpenAI's, one prompt to a call. With `stream: true` server-sent events, token by token."""
-    return await _complete(Endpoint.COMPLETIONS, http_request, calls, caller, idempotency_key)
+    return await _complete(Endpoint.COMPLETIONS, http_request)
 
 
 @router.post(
     "/api/v1/chat",
     summary="Answer one prompt, for simple clients",
     response_model=SimpleAnswer,
-    openapi_extra=_body_of(SimpleQuestion),
+    openapi_extra=_description(SimpleQuestion, takes_key=False),
 )
-async def chat_simply(http_request: Request, calls: TheCalls, caller: KnownCaller) -> Any:
+async def chat_simply(http_request: Request) -> Response:
     """The model is the one that has workers; with several, use `/v1/chat/completions`."""
     began_at = monotonic()
+    calls, caller = calls_of(http_request), await caller_of(http_request)
     question = protocol.parse_as(SimpleQuestion, await http_request.body())
     message = Message(role="user", content=question.prompt)
     models = await calls.standing.models()
@@ -169,7 +200,9 @@ async def chat_simply(http_request: Request, calls: TheCalls, caller: KnownCalle
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     text = _good(result)["choices"][0]["message"]["content"]
     device = await calls.replies.in_thread(lambda: _device(calls.gateway, result.request_id))
-    return SimpleAnswer(response=text, latency_ms=round((monotonic() - began_at) * 1000, 3), gpu_id=gpu_number(device))
+    took_ms = round((monotonic() - began_at) * 1000, 3)
+    answer = SimpleAnswer(response=text, latency_ms=took_ms, gpu_id=gpu_number(device))
+    return JSONResponse(answer.model_dump())
 
 
 def gpu_number(device: str | None) -> int | None:
@@ -178,9 +211,9 @@ def gpu_number(device: str | None) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-async def _complete(
-    endpoint: Endpoint, http_request: Request, calls: Calls, caller: Caller, idempotency_key: str | None
-) -> Response:
+async def _complete(endpoint: Endpoint, http_request: Request) -> Response:
+    calls, caller = calls_of(http_request), await caller_of(http_request)
+    idempotency_key = idempotency_key_of(http_request)
     raw = await http_request.body()
     if len(raw) > LONG_BODY_BYTES:
         body = await run_in_threadpool(protocol.parse_body, endpoint, raw, allow_stream=True)
@@ -300,8 +333,9 @@ class _Call:
     async def outcome(self, receive: Receive) -> Answer | None:
         """The answer. None: the caller went away. Raises ApiError 504 when the time is over."""
         try:
-            result: Answer = await _unless_gone(self._answered(), receive, self.until - monotonic())
-        except _CallerGone:
+            async with asyncio.timeout(self._left_s()):
+                return await self._while_there(self._answered(), receive)
+        except CallerGone:
             self.abandon()
             return None
         except TimeoutError:
@@ -309,15 +343,15 @@ class _Call:
             raise timed_out() from None
         finally:
             self.end()
-        return result
 
     async def first_news(self, receive: Receive) -> Answer | None:
         """Wait for the first sign of how it goes, for a while. The answer, if it has come already."""
         try:
-            await _unless_gone(self._stirred(), receive, min(STATUS_WAIT_S, self.until - monotonic()))
+            async with asyncio.timeout(min(STATUS_WAIT_S, self._left_s())):
+                await self._while_there(self._stirred(), receive)
         except TimeoutError:
             return None
-        except _CallerGone:
+        except CallerGone:
             self.abandon()
             raise ApiError(CLIENT_CLOSED_REQUEST, "the caller went away", code="client_closed_request") from None
         except BaseException:
@@ -330,11 +364,22 @@ class _Call:
             result = await self.replies.answer(self.wait)
             if result is not None:
                 return result
-            await self.wait.news(HEARTBEAT_S)
+            await self.wait.news()
 
     async def _stirred(self) -> None:
         while await self.replies.answer(self.wait) is None and not any(self.wait.heard):
-            await self.wait.news(STATUS_WAIT_S)
+            await self.wait.news()
+
+    async def _while_there(self, work: Coroutine[Any, Any, _Returned], receive: Receive) -> _Returned:
+        """Do what waits for news. They end with CallerGone when the caller goes away."""
+        leaving = asyncio.create_task(_tell_of_leaving(receive, self.wait))
+        try:
+            return await work
+        finally:
+            leaving.cancel()
+
+    def _left_s(self) -> float:
+        return max(0.0, self.until - monotonic())
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The answer as events. Follow with `close`."""
@@ -382,12 +427,14 @@ class _Call:
                     yield chunks.text(choice, text[sent[choice] :])
                     sent[choice] = len(text)
                     spoke_at = monotonic()
-            left_s = self.until - monotonic()
-            if left_s <= 0:
+            left_s = self._left_s()
+            if not left_s:
                 await self._give_up(has_expired=True)
                 yield event(error_body(timed_out()))
                 return
-            await self.wait.news(min(left_s, spoke_at + HEARTBEAT_S - monotonic()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, spoke_at + HEARTBEAT_S - monotonic())):
+                    await self.wait.news()
             if monotonic() - spoke_at >= HEARTBEAT_S:
                 yield HEARTBEAT
                 spoke_at = monotonic()
@@ -426,27 +473,10 @@ class _Stream(StreamingResponse):
             self._call.close()
 
 
-class _CallerGone(Exception):
-    pass
-
-
-async def _unless_gone(work: Any, receive: Receive, timeout_s: float) -> Any:
-    """Do something as long as the caller is there. Raises _CallerGone, TimeoutError."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise _CallerGone
-        return doing.result()
-    finally:
-        doing.cancel()
-        leaving.cancel()
-
-
-async def _gone(receive: Receive) -> None:
+async def _tell_of_leaving(receive: Receive, wait: Wait) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    wait.leave()
 
 
 def _good(result: Answer) -> dict[str, Any]:

@@ -65,7 +65,14 @@ async def _count(http_request: Request, tenant: str) -> None:
         raise rate_exceeded(tenant, row.max_requests_per_minute, admission)
 
 
+async def caller_of(http_request: Request) -> Caller:
+    """The same for a route that is given its request alone."""
+    return await caller(http_request, await _bearer(http_request))
+
+
 KnownCaller = Annotated[Caller, Depends(caller)]
+# How such a route describes it, in `openapi_extra`.
+BEARER_SECURITY: list[dict[str, list[str]]] = [{_bearer.scheme_name: []}]
 
 
 def check_binding(host: str, *, open_on_loopback: bool) -> bool:

@@ -43,6 +43,10 @@ log = structlog.get_logger(__name__)
 _Returned = TypeVar("_Returned")
 
 
+class CallerGone(Exception):
+    """Nobody is there any more to be answered."""
+
+
 class Wait:
     """What one call has heard of its request.
 
@@ -57,6 +61,7 @@ class Wait:
         self.answer: Answer | None = None
         self.began_at = monotonic()
         self._attempt = 0
+        self._is_caller_gone = False
         self._changed = asyncio.Event()
 
     def note(self, event: dict[str, Any]) -> None:
@@ -82,15 +87,17 @@ class Wait:
         self.answer = answer
         self._changed.set()
 
-    async def news(self, timeout_s: float) -> bool:
-        """Wait until something is new. False: nothing came in time."""
-        try:
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
+    def leave(self) -> None:
+        """The caller went away."""
+        self._is_caller_gone = True
+        self._changed.set()
+
+    async def news(self) -> None:
+        """Wait until something is new. Raises CallerGone."""
+        await self._changed.wait()
         self._changed.clear()
-        return True
+        if self._is_caller_gone:
+            raise CallerGone
 
 
 class Replies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from sqlalchemy import event
 
 from storage import queries, transitions
 from storage.database import Database
+from storage.direct import run_sqlite
 from storage.models import BatchStatus, RequestStatus
 from storage.queries import FailureCount, Percentiles, Throughput
 from storage.transitions import AttemptRecord, NewBatch, NewRequest, RequestOutcome
@@ -165,9 +167,14 @@ def statements_of(database: Database) -> Iterator[dict[str, Any]]:
         if not many and statement.startswith(("SELECT", "UPDATE", "DELETE")):
             seen[statement] = parameters
 
+    def run_noted(connection: Any, statement: str, parameters: Any = ()) -> Any:
+        note(None, None, statement, tuple(parameters), None, False)
+        return run_sqlite(connection, statement, parameters)
+
     event.listen(database.engine, "before_cursor_execute", note)
     try:
-        yield seen
+        with patch("storage.direct.run_sqlite", run_noted):
+            yield seen
     finally:
         event.remove(database.engine, "before_cursor_execute", note)
 
@@ -199,6 +206,7 @@ def test_no_statement_of_everyday_work_walks_through_a_table(sqlite_database: Da
             transitions.prioritise_batch(connection, batch_id, priority=3)
             transitions.expire_batches(connection, NOW)
             transitions.answer_duplicates(connection, batch_id, NOW)
+            transitions.end_interactive(connection, [batch_id], NOW)
         with database.read() as connection:
             queries.batches_at_work(connection, NOW)
             queries.queued_counts(connection)

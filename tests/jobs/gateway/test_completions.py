@@ -363,7 +363,11 @@ def test_an_answer_that_takes_too_long_is_given_up(
     if isinstance(caught.value, openai.APIStatusError):
         assert caught.value.status_code == 504
         assert caught.value.response.headers["retry-after"]
-    wait_for_batch(slow.database, BatchStatus.EXPIRED)
+    wait_until(lambda: newest_batch(slow.database).is_final, seconds=PATIENCE_S, what="the request's end")
+    batch = newest_batch(slow.database)
+    assert batch.completed_requests == 0
+    # On a busy machine its worker may notice the passed deadline before the gateway has said so.
+    assert batch.status is BatchStatus.EXPIRED or batch.failed_requests == 1
 
 
 def test_a_stream_goes_on_where_a_killed_worker_left_it(
