@@ -11,17 +11,25 @@ The next chunk comes from
 3. else a batch of the highest priority,
 4. else the tenant that has had the least so far, in tokens by its weight,
 5. else the oldest batch. Within a batch: what comes back for another try, then prompts with one prefix together.
+
+Where a model has several workers, prompts with one prefix go to one of them: the prefix's hash chooses among the places
+of live workers (`preferred_place`), and the chunk goes to the queue that this worker empties before the shared one.
+That is a preference and nothing more: only a worker's share of the window may wait in its own queue, and a worker that
+has nothing else to do takes from those of the others (`workers/neighbours.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import structlog
 from celery import Celery
 
-from jobs.queue import Chunk, QueueError, publish_chunks
+from jobs.queue import Chunk, QueueError, empty_own_queue, publish_chunks, used_places
 from jobs.settings import QueueSettings
 from storage import queries, transitions
 from storage.database import DISPATCH_LOCK, Connection, Database
@@ -51,11 +59,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What the live workers of a model run at once, and lately answered. workers 0: none has come up yet."""
+    """What the live workers of a model run at once, and lately answered. workers 0: none has come up yet.
+
+    places: where they run; several workers may name the same one.
+    """
 
     workers: int
     slots: int
     requests_per_s: float = 0.0
+    places: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,47 @@ def start_shares(share_used: Mapping[str, float], active: Sequence[str], in_queu
     return {tenant: max(used[tenant], floor) for tenant in active}
 
 
+def preferred_place(prefix_id: int | None, places: Collection[str]) -> str | None:
+    """Where prompts with this prefix are best run; None: anywhere.
+
+    Rendezvous hashing: the place whose hash with the prefix is the greatest. It needs no memory, every process comes to
+    the same answer, and when a worker goes only its own prefixes move.
+    """
+    if prefix_id is None or len(places) < 2:
+        return None
+    return max(places, key=lambda place: hashlib.blake2b(f"{prefix_id} {place}".encode(), digest_size=8).digest())
+
+
+def chunk_place(chunk: Sequence[PendingRequest], places: Collection[str]) -> str | None:
+    """Where a planned chunk is best run; None: anywhere, as is one in isolation, which is to meet another worker."""
+    return None if chunk[0].isolation is not None else preferred_place(chunk[0].prefix_id, places)
+
+
+def most_in_own_queue(fleet: Fleet, chunk_size: int) -> int:
+    """Messages that may wait in one worker's own queue: its share of the window, in chunks of full size.
+
+    Near the end of a job chunks are smaller, and so more of it lies where every worker takes it from.
+    """
+    return max(1, window(fleet) // (max(1, fleet.workers) * chunk_size))
+
+
+def place_chunks(chunks: Iterable[Chunk], waiting: Mapping[str, int], fleet: Fleet, chunk_size: int) -> list[Chunk]:
+    """Send chunks to the shared queue where the worker that they are for has enough waiting in its own.
+
+    chunks: of one model. waiting: place -> messages in its own queue.
+    """
+    most = most_in_own_queue(fleet, chunk_size)
+    waits = Counter(waiting)
+    placed = []
+    for chunk in chunks:
+        if chunk.place is not None and waits[chunk.place] >= most:
+            chunk = replace(chunk, place=None)
+        if chunk.place is not None:
+            waits[chunk.place] += 1
+        placed.append(chunk)
+    return placed
+
+
 def plan_chunks(
     pending: Sequence[PendingRequest],
     *,
@@ -130,6 +183,8 @@ def plan_chunks(
 ) -> list[tuple[PendingRequest, ...]]:
     """Cut pending requests into chunks: prompts with one prefix together, in input order.
 
+    Prompts that are best run in different places (`fleet.places`) are in different chunks, whose order is that of their
+    first prompts; a chunk may have several prefixes of one place.
     A chunk has at most `chunk_size` requests and, from two on, at most `chunk_tokens` estimated tokens.
     remaining: requests that the job still has, these included. When that is less than two full chunks for each worker,
     the chunks get smaller, so that no worker idles while another has the last ones.
@@ -153,16 +208,27 @@ def plan_chunks(
         chunks.append(_fitting(isolated, start, min(size, chunk_size), chunk_tokens))
         start += len(chunks[-1])
         left -= len(chunks[-1])
-    start = 0
-    while start < len(free):
+    position = {request.id: number for number, request in enumerate(free)}
+    lines = _by_place(free, fleet.places)
+    while lines:
+        line = min(lines, key=lambda line: position[line[0].id])
         size = chunk_size
         if fleet.workers > 1:
             share = -(-left // (2 * fleet.workers))
             size = max(min(LEAST_CHUNK, chunk_size), min(chunk_size, share))
-        chunks.append(_fitting(free, start, size, chunk_tokens))
-        start += len(chunks[-1])
+        chunks.append(_fitting(line, 0, size, chunk_tokens))
+        del line[: len(chunks[-1])]
         left -= len(chunks[-1])
+        lines = [line for line in lines if line]
     return chunks
+
+
+def _by_place(requests: Sequence[PendingRequest], places: Collection[str]) -> list[list[PendingRequest]]:
+    """Requests in the order of their prefixes, parted by where they are best run."""
+    found: dict[str | None, list[PendingRequest]] = defaultdict(list)
+    for prefix_id, alike in groupby(requests, key=lambda request: request.prefix_id):
+        found[preferred_place(prefix_id, places)].extend(alike)
+    return list(found.values())
 
 
 def _fitting(
@@ -190,20 +256,58 @@ def top_up(database: Database, app: Celery, settings: QueueSettings, now: float)
         if not _hungry(connection, now):
             return 0
     chunks: list[Chunk] = []
+    fleets: dict[str, Fleet] = {}
     with database.write() as connection:
         if not database.try_lock(connection, DISPATCH_LOCK):
             return 0  # another process is at it
         for (model, is_interactive), hunger in _hungry(connection, now).items():  # again: what was read may be old
             chunks += _queue_next(connection, model, is_interactive, hunger, settings, now)
+            fleets[model] = hunger.fleet
     ids = [request_id for chunk in chunks for request_id in chunk.request_ids]
     try:
-        publish_chunks(app, chunks)
+        publish_chunks(app, _within_bounds(app, chunks, fleets, settings))
     except QueueError:
         database.retry(lambda connection: transitions.unqueue_requests(connection, ids))
         raise
     if ids:
         log.debug("requests_queued", requests=len(ids), chunks=len(chunks))
     return len(ids)
+
+
+def take_back(database: Database, app: Celery, abandoned: Mapping[str, Collection[str]]) -> int:
+    """Return what waits for places without a worker to pending, to be queued for others. Returns how many requests.
+
+    abandoned: model -> places. Their messages are taken out of the queue first: who dies before the rows are changed
+    leaves what looks like lost messages, which it is. Raises QueueError.
+    """
+    ids = [
+        request_id
+        for model, places in sorted(abandoned.items())
+        for place in sorted(places)
+        for request_id in empty_own_queue(app, model, place)
+    ]
+    if not ids:
+        return 0
+    taken = database.retry(lambda connection: transitions.unqueue_requests(connection, ids))
+    if taken:  # none: they were void
+        log.info("requests_taken_back", requests=taken)
+    return taken
+
+
+def _within_bounds(
+    app: Celery, chunks: Sequence[Chunk], fleets: Mapping[str, Fleet], settings: QueueSettings
+) -> list[Chunk]:
+    """The chunks, with those in the shared queue for which there is too much in a worker's own. Raises QueueError."""
+    models = sorted({chunk.model for chunk in chunks if chunk.place is not None})
+    if not models:
+        return list(chunks)
+    waiting = used_places(app, models)
+    placed = [chunk for chunk in chunks if chunk.model not in models]
+    for model in models:
+        ours = [chunk for chunk in chunks if chunk.model == model]
+        size = worthwhile_chunk(fleets[model], settings.chunk_size)
+        placed += place_chunks(ours, waiting.get(model, {}), fleets[model], size)
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +346,20 @@ def _fleets(connection: Connection, now: float) -> dict[str, Fleet]:
     for worker in queries.live_workers(connection, now):
         fleet = fleets.get(worker.model, Fleet(0, 0))
         fleets[worker.model] = Fleet(
-            fleet.workers + 1, fleet.slots + worker.max_batch_size, fleet.requests_per_s + worker.requests_per_s
+            fleet.workers + 1,
+            fleet.slots + worker.max_batch_size,
+            fleet.requests_per_s + worker.requests_per_s,
+            fleet.places | {worker.place},
         )
     return fleets
 
 
 @dataclass(slots=True)
 class _Supply:
-    """What is left of a batch, cut into chunks page by page."""
+    """What is left of a batch, cut into chunks page by page. chunks: each with the place that it is for."""
 
     batch: BatchRow
-    chunks: list[tuple[PendingRequest, ...]] = field(default_factory=list)
+    chunks: list[tuple[tuple[PendingRequest, ...], str | None]] = field(default_factory=list)
     read: int = 0
     is_dry: bool = False
 
@@ -271,7 +378,7 @@ def _queue_next(
         [name for name in queries.waiting_tenants(connection) if name in active],
     )
     before = dict(share_used)
-    chosen: list[tuple[PendingRequest, ...]] = []
+    chosen: list[tuple[tuple[PendingRequest, ...], str | None]] = []
     room = hunger.room
     while candidates and room > 0:
         candidate = choose(list(candidates.values()), share_used, now)
@@ -281,37 +388,43 @@ def _queue_next(
         if not supply.chunks:
             del candidates[candidate.batch_id]
             continue
-        chunk = supply.chunks.pop(0)[:room]
-        chosen.append(chunk)
+        chunk, place = supply.chunks.pop(0)
+        chunk = chunk[:room]
+        chosen.append((chunk, place))
         room -= len(chunk)
         tenant = tenants.get(candidate.tenant)
         tokens = sum(max(1, request.estimated_tokens) for request in chunk)
         share_used[candidate.tenant] += tokens / (tenant.weight if tenant else 1.0)
-    moved = set(transitions.queue_requests(connection, [request.id for chunk in chosen for request in chunk], now))
+    moved = set(transitions.queue_requests(connection, [request.id for chunk, _ in chosen for request in chunk], now))
     transitions.charge_tenants(connection, {name: used for name, used in share_used.items() if used != before[name]})
-    published = (tuple(request.id for request in chunk if request.id in moved) for chunk in chosen)
-    return [Chunk(model, ids, is_interactive) for ids in published if ids]
+    published = ((tuple(request.id for request in chunk if request.id in moved), place) for chunk, place in chosen)
+    return [Chunk(model, ids, is_interactive, place) for ids, place in published if ids]
 
 
 def _restock(
     connection: Connection, supply: _Supply, hunger: _Hunger, settings: QueueSettings, now: float, room: int
 ) -> None:
-    """Read the next page of a batch and cut it into chunks."""
+    """Read the next page of a batch and cut it into chunks.
+
+    What comes back for another try goes to any worker: it may have been the one before that is to blame.
+    """
     batch, rows = supply.batch, min(room, PAGE_ROWS)
-    pending: list[PendingRequest] = []
-    if supply.read == 0:
-        pending += queries.next_delayed(connection, batch.id, now, rows)
+    delayed = queries.next_delayed(connection, batch.id, now, rows) if supply.read == 0 else []
     fresh = queries.next_pending(connection, batch.id, rows, skip=supply.read)
     supply.read += len(fresh)
     supply.is_dry = len(fresh) < rows
-    pending += fresh
-    supply.chunks = plan_chunks(
-        pending,
-        fleet=hunger.fleet,
-        chunk_size=1 if batch.is_interactive else worthwhile_chunk(hunger.fleet, settings.chunk_size),
-        chunk_tokens=settings.chunk_tokens,
-        remaining=None if supply.is_dry else batch.remaining_requests - supply.read + len(fresh),
-    )
+    left = len(delayed) + len(fresh) if supply.is_dry else batch.remaining_requests - supply.read + len(fresh)
+    anywhere = frozenset[str]()
+    for pending, places in ((delayed, anywhere), (fresh, anywhere if batch.is_interactive else hunger.fleet.places)):
+        chunks = plan_chunks(
+            pending,
+            fleet=replace(hunger.fleet, places=places),
+            chunk_size=1 if batch.is_interactive else worthwhile_chunk(hunger.fleet, settings.chunk_size),
+            chunk_tokens=settings.chunk_tokens,
+            remaining=left,
+        )
+        supply.chunks += [(chunk, chunk_place(chunk, places)) for chunk in chunks]
+        left -= len(pending)
 
 
 def _candidate(batch: BatchRow) -> Candidate:

@@ -149,6 +149,14 @@ class _Parsed(NamedTuple):
     is_batch_line: bool = False
 
 
+def _split_line(number: int, custom_id: str, body: Body | _TextRequest, prefix: str) -> InputLine:
+    """The line with this prefix taken off, if it begins with it."""
+    head = body.head
+    if not prefix or head is None or not head.startswith(prefix):
+        return InputLine(number, custom_id, body.to_json(), "")
+    return InputLine(number, custom_id, body.with_head(head[len(prefix) :]).to_json(), prefix)
+
+
 class InputReader:
     """Reads a source once, from its start. Iterate over it."""
 
@@ -169,16 +177,30 @@ class InputReader:
 
     def __iter__(self) -> Iterator[InputLine | RefusedLine]:
         prefixes = PrefixFinder()
+        # The first line with a long beginning, until the next one tells whether it is shared: or it alone would be
+        # stored whole, and run wherever that beginning has to be computed once more.
+        held: tuple[int, str, Body | _TextRequest] | None = None
         for number, custom_id, body, prefix in self._judged_lines():
+            head = None if prefix or isinstance(body, InvalidRequest) else body.head
+            if head is not None:
+                prefix = prefixes.find(head)
+            if held is not None:
+                yield _split_line(*held, prefix if head is not None else "")
+                held = None
             if isinstance(body, InvalidRequest):
                 yield RefusedLine(
                     number, custom_id, body.code, f"{self._source.name} line {number}: {body.message}", body.param
                 )
                 continue
             assert custom_id is not None
-            if not prefix and (head := body.head) is not None and (prefix := prefixes.find(head)):
-                body = body.with_head(head[len(prefix) :])
-            yield InputLine(number, custom_id, body.to_json(), prefix)
+            if head is None:
+                yield InputLine(number, custom_id, body.to_json(), prefix)
+            elif prefix or len(head) < MIN_CHARACTERS:
+                yield _split_line(number, custom_id, body, prefix)
+            else:
+                held = number, custom_id, body
+        if held is not None:
+            yield _split_line(*held, "")
 
     def check(self) -> Iterator[Verdict]:
         """What iterating would say of each line, without making its request: half the work."""

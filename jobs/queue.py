@@ -4,6 +4,10 @@ The queue carries request ids, never prompts, and the database is the truth: a m
 model has two queues. Chunks of bulk work are Celery messages. Requests that somebody waits for are entries of a plain
 Redis list, each a JSON list of ids, that a worker takes beside Celery (`InteractiveQueue`): so they wait neither for a
 thread that a chunk holds nor for Celery's own milliseconds.
+
+Beside its bulk queue a model has one for each place where a worker runs (gpu0@host), for chunks that this worker had
+better run than another. A set in Redis names the places that have been sent something, so that whoever looks into the
+queue sees those messages too, also where no worker is any more.
 """
 
 from __future__ import annotations
@@ -53,16 +57,17 @@ class QueueError(PromptmillError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Requests of one model that travel in one message."""
+    """Requests of one model that travel in one message. place: whose own queue it goes to; None: the shared one."""
 
     model: str
     request_ids: tuple[int, ...]
     is_interactive: bool = False
+    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Messages of one model that wait, and messages of all models that workers hold."""
+    """Messages of one model that wait, in workers' own queues too, and messages of all models that workers hold."""
 
     interactive: int
     bulk: int
@@ -83,8 +88,13 @@ def own_queue_name(model: str, place: str) -> str:
 
 
 def queue_names(model: str) -> tuple[str, str]:
-    """The queues of a model: interactive, bulk."""
+    """The queues of a model that all its workers share: interactive, bulk."""
     return queue_name(model, is_interactive=True), queue_name(model, is_interactive=False)
+
+
+def _places_name(model: str) -> str:
+    """The set of the places whose own queues may hold something."""
+    return f"promptmill.{model}.places"
 
 
 def make_app(settings: QueueSettings) -> Celery:
@@ -163,6 +173,13 @@ def publish_chunks(app: Celery, chunks: Sequence[Chunk]) -> None:
     bulk = [chunk for chunk in chunks if not chunk.is_interactive]
     if not bulk:
         return
+    places = sorted({(chunk.model, chunk.place) for chunk in bulk if chunk.place is not None})
+    if places:
+        with _redis(app) as client:
+            pipeline = client.pipeline(transaction=False)
+            for model, place in places:  # before the messages: none must lie where nobody looks
+                pipeline.sadd(_places_name(model), place)
+            pipeline.execute()
     with (
         _translated(app),
         app.producer_pool.acquire(block=True, timeout=SOCKET_TIMEOUT_S) as producer,
@@ -172,7 +189,11 @@ def publish_chunks(app: Celery, chunks: Sequence[Chunk]) -> None:
             app.send_task(
                 RUN_CHUNK,
                 args=[list(chunk.request_ids)],
-                queue=queue_name(chunk.model, is_interactive=False),
+                queue=(
+                    queue_name(chunk.model, is_interactive=False)
+                    if chunk.place is None
+                    else own_queue_name(chunk.model, chunk.place)
+                ),
                 producer=producer,
                 retry=False,
                 argsrepr=f"({len(chunk.request_ids)} requests from {chunk.request_ids[0]})",
@@ -222,12 +243,46 @@ class InteractiveQueue:
 def queue_depth(app: Celery, model: str) -> QueueDepth:
     """Messages that wait for a model's workers, and messages that workers hold. Raises QueueError."""
     with _redis(app) as client:
+        names = _all_names(client, [model])
         pipeline = client.pipeline(transaction=True)
-        for name in queue_names(model):
+        for name in names:
             pipeline.llen(name)
         pipeline.hlen(_UNACKED)
-        interactive, bulk, unacked = pipeline.execute()
-    return QueueDepth(interactive, bulk, unacked)
+        interactive, *bulk, unacked = pipeline.execute()
+    return QueueDepth(interactive, sum(bulk), unacked)
+
+
+def used_places(app: Celery, models: Collection[str]) -> dict[str, dict[str, int]]:
+    """model -> place -> messages that wait in its own queue, of places that were sent something. Raises QueueError."""
+    with _redis(app) as client:
+        found = [(model, place) for model in models for place in _places_of(client, model)]
+        if not found:
+            return {}
+        pipeline = client.pipeline(transaction=False)
+        for model, place in found:
+            pipeline.llen(own_queue_name(model, place))
+        lengths = pipeline.execute()
+    used: dict[str, dict[str, int]] = {}
+    for (model, place), length in zip(found, lengths, strict=True):
+        used.setdefault(model, {})[place] = length
+    return used
+
+
+def empty_own_queue(app: Celery, model: str, place: str) -> list[int]:
+    """Take all messages out of a place's own queue. Returns their request ids. Raises QueueError.
+
+    A chunk that is being sent there meanwhile may lie where nobody looks until the next one is, or a worker comes; its
+    requests are then found as those of lost messages are.
+    """
+    ids: list[int] = []
+    name = own_queue_name(model, place)
+    with _redis(app) as client:
+        while messages := client.rpop(name, PUBLISH_BATCH):
+            ids += [request_id for message in messages for request_id in _ids_in(message)]
+        client.srem(_places_name(model), place)
+        if client.llen(name):
+            client.sadd(_places_name(model), place)
+    return ids
 
 
 def was_emptied(app: Celery) -> bool:
@@ -247,8 +302,8 @@ def waiting_ids(app: Celery, models: Collection[str], *, held_s: float = CLAIMED
     requests are claimed, or it is dead.
     """
     with _redis(app) as client:
+        names = _all_names(client, models)
         pipeline = client.pipeline(transaction=True)
-        names = [name for model in models for name in queue_names(model)]
         for name in names:
             pipeline.llen(name)
         pipeline.hlen(_UNACKED)
@@ -311,6 +366,19 @@ def _code(reason: str) -> str:
     if "READONLY" in reason or "read only replica" in reason:
         return "queue_read_only"
     return "queue_unreachable"
+
+
+def _places_of(client: Any, model: str) -> list[str]:
+    return sorted(place.decode() for place in client.smembers(_places_name(model)))
+
+
+def _all_names(client: Any, models: Collection[str]) -> list[str]:
+    """The queues of these models: of each the interactive one, the bulk one, its workers' own."""
+    return [
+        name
+        for model in models
+        for name in (*queue_names(model), *(own_queue_name(model, place) for place in _places_of(client, model)))
+    ]
 
 
 def _first(envelope: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""The periodic pass: overdue leases, lost messages, cancelled, expired and finished batches, a dry queue.
+"""The periodic pass: overdue leases, lost and abandoned messages, cancelled, expired and finished batches, a dry queue.
 
 Any number of processes may run it; each step is a short transaction that does nothing when it was done already. What
 one pass leaves, the next one takes up. Where no batch is open there is nothing to look after, and a pass is one read.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import structlog
 from celery import Celery
 
-from jobs.dispatch import top_up
+from jobs.dispatch import take_back, top_up
 from jobs.finalize import Finalizer, finalize_batches
-from jobs.queue import CLAIMED_WITHIN_S, QueueError, waiting_ids, was_emptied
+from jobs.queue import CLAIMED_WITHIN_S, QueueError, used_places, waiting_ids, was_emptied
 from jobs.settings import Settings, WorkerSettings
 from storage import queries, transitions
 from storage.database import Database
@@ -38,7 +38,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one pass did: requests, except where it says batches. ended: cancelled or expired.
+    """What one pass did: requests, except where it says batches. ended: cancelled or expired. taken_back: from the own
+    queues of workers that are no more.
 
     finished_batches: those it published itself.
     """
@@ -50,6 +51,7 @@ class Swept:
     expired_batches: int = 0
     finished_batches: int = 0
     queued: int = 0
+    taken_back: int = 0
 
 
 def retry_limits(settings: WorkerSettings) -> RetryLimits:
@@ -74,8 +76,9 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float, final
     _continue_retries(database, batches)
     answered = _answer_duplicates(database, batches, now)
     _finish(database, now)
-    lost = queued = 0
+    lost = queued = taken_back = 0
     try:
+        taken_back = _take_back_abandoned(database, app, batches, now)
         lost = _find_lost(database, app, now, leases_ran_out=expired > 0)
         queued = top_up(database, app, settings.queue, now)
     except QueueError as error:
@@ -85,7 +88,7 @@ def sweep(database: Database, app: Celery, settings: Settings, now: float, final
         finished = finalize_batches(database, settings.files_dir, now)  # last: a million lines take a while
     else:
         finalizer.begin(now)
-    return Swept(expired, lost, ended, answered, expired_batches, len(finished), queued)
+    return Swept(expired, lost, ended, answered, expired_batches, len(finished), queued, taken_back)
 
 
 def _expire_leases(database: Database, limits: RetryLimits, now: float) -> int:
@@ -169,6 +172,23 @@ def _finish(database: Database, now: float) -> None:
             return
     with database.write() as connection:
         transitions.finish_batches(connection, now)
+
+
+def _take_back_abandoned(database: Database, app: Celery, batches: Sequence[BatchRow], now: float) -> int:
+    """What waits in the own queues of places where no worker is (any more) goes back to pending.
+
+    A worker that is just starting there gets other chunks; that costs a prefix, and waiting for it could cost more.
+    """
+    used = used_places(app, sorted({batch.model for batch in batches}))
+    if not used:
+        return 0
+    with database.read() as connection:
+        live = {(worker.model, worker.place) for worker in queries.live_workers(connection, now)}
+    return take_back(
+        database,
+        app,
+        {model: [place for place in places if (model, place) not in live] for model, places in used.items()},
+    )
 
 
 def _find_lost(database: Database, app: Celery, now: float, *, leases_ran_out: bool) -> int:

@@ -58,10 +58,13 @@ class WorkerFailed(PromptmillError):
 class WorkerProcess:
     """A running `promptmill worker`. artifact: the folder it serves. gpu: what it is pinned to, if anything.
 
+    place: which of its parent's workers it is. is_numbered: whether it calls itself by that on the CPU (`cpu1`).
     log_file: where its standard error goes.
     """
 
-    def __init__(self, settings: Settings, artifact: Path, place: int = 0, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, settings: Settings, artifact: Path, place: int = 0, gpu: Gpu | None = None, *, is_numbered: bool = False
+    ) -> None:
         settings.logs_dir.mkdir(parents=True, exist_ok=True)
         self.log_file = settings.logs_dir / f"worker-{os.getpid()}-{place}.stderr.log"
         self._log: IO[bytes] = self.log_file.open("ab")
@@ -70,6 +73,8 @@ class WorkerProcess:
         command = [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact)]
         command += ["--parent-pid", str(os.getpid())]
         pin: dict[str, str] = {}
+        if is_numbered:
+            command += ["--number", str(place)]
         if gpu is not None:
             command += ["--gpu", gpu.uuid]
             pin = {"CUDA_VISIBLE_DEVICES": gpu.uuid}
@@ -183,7 +188,13 @@ class Crew:
         for place in self._places:
             if place.process is None:
                 if start and time.monotonic() >= place.restart_at:
-                    place.process = WorkerProcess(self._settings, self._artifact, place.number, place.gpu)
+                    place.process = WorkerProcess(
+                        self._settings,
+                        self._artifact,
+                        place.number,
+                        place.gpu,
+                        is_numbered=place.gpu is None and len(self._places) > 1,
+                    )
                     self._pids.add(place.process.pid)
                 continue
             code = place.process.exit_code()

@@ -271,6 +271,11 @@ class WorkerRow:
     device_detail: dict[str, Any] | None = None
     requests_per_s: float = 0.0
 
+    @property
+    def place(self) -> str:
+        """Where it runs, as its successor will: gpu0@host."""
+        return f"{self.device}@{self.host}"
+
 
 @dataclass(frozen=True, slots=True)
 class RecentWork:

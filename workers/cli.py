@@ -104,8 +104,9 @@ def verify(artifact: Path, threads: int | None) -> None:
 @click.option("--artifact", type=click.Path(path_type=Path), required=True, help="What to serve: a folder, or a name.")
 @click.option("--model", help="The name that lines use. [the artifact's]")
 @click.option("--gpu", help="The GPU to run on: its number in nvidia-smi, or its UUID. [the first one visible]")
+@click.option("--number", type=click.IntRange(min=0), help="Which of several workers on this machine's CPU it is.")
 @click.option("--parent-pid", type=int, help="Drain and leave when this process is gone.")
-def worker(artifact: Path, model: str | None, gpu: str | None, parent_pid: int | None) -> None:
+def worker(artifact: Path, model: str | None, gpu: str | None, number: int | None, parent_pid: int | None) -> None:
     """Serve one artifact: take chunks from the queue until told to stop.
 
     Exit code: 0 told to stop; 2 it cannot start; 69 its GPU is lost or sick; 70 the engine died or hung; 75 it was not
@@ -118,7 +119,7 @@ def worker(artifact: Path, model: str | None, gpu: str | None, parent_pid: int |
         set_up_logs(
             f"worker-{os.getpid()}", level=settings.log.level, file=settings.logs_dir / "worker.log", console=True
         )
-        raise SystemExit(run_worker(settings, _folder(artifact, settings), model, parent_pid, gpu))
+        raise SystemExit(run_worker(settings, _folder(artifact, settings), model, parent_pid, gpu, number))
     except PromptmillError as error:
         click.echo(f"error: {error.message}", err=True)
         # A GPU that is not there now may come back; settings and artifacts do not mend themselves.

@@ -73,10 +73,12 @@ def place_worker(
     environment: MutableMapping[str, str],
     nvml: ModuleType,
     trouble: Callable[[], str | None],
+    number: int | None = None,
 ) -> Placement:
     """Pin this process to one device, and choose the flavour. Called before anything has touched CUDA.
 
-    gpu: the device that it must run on; None: the first visible one where the flavour is CUDA.
+    gpu: the device that it must run on; None: the first visible one where the flavour is CUDA. number: which of this
+    machine's workers on the CPU it is, where there are several.
     Raises GpuError and CudaUnavailable.
     """
     device: Device | None = None
@@ -88,7 +90,7 @@ def place_worker(
     if chosen.reason:
         log.warning("gpu_not_used", reason=chosen.reason)
     if gpu is None and chosen.flavour != "cuda":
-        return Placement(chosen.flavour, chosen.flavour, None)
+        return Placement(chosen.flavour if number is None else f"{chosen.flavour}{number}", chosen.flavour, None)
     if device is None:
         raise CudaUnavailable("CUDA works and NVML shows no device; see promptmill doctor", code="cuda_unavailable")
     return Placement(device.name, chosen.flavour, device)

@@ -21,10 +21,12 @@ from typing import Any
 
 import pynvml
 import structlog
-from celery import signals
+from celery import Celery, signals
 
-from jobs.queue import InteractiveQueue, make_app, own_queue_name, queue_name, redis_url
+from jobs.dispatch import take_back
+from jobs.queue import InteractiveQueue, QueueError, make_app, own_queue_name, queue_name, redis_url
 from jobs.settings import Settings
+from storage import queries
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
 from storage.models import WorkerStatus
@@ -38,6 +40,7 @@ from workers.engine.request import AnyEngine
 from workers.interactive import InteractiveLine
 from workers.leases import LeaseKeeper
 from workers.models.artifact import Artifact, load_artifact
+from workers.neighbours import Neighbours
 from workers.placement import Placement, place_worker
 from workers.recorder import Recorder
 from workers.replies import Replies
@@ -71,11 +74,13 @@ def run_worker(
     model: str | None = None,
     parent_pid: int | None = None,
     gpu: str | None = None,
+    number: int | None = None,
 ) -> int:
     """Be a worker until told to stop. Returns the process's exit code.
 
     model: the name that lines use, by default the artifact's. parent_pid: drain when that process is gone. gpu: the
-    device to run on. Raises PromptmillError when it cannot start; the worker's row, once there is one, then says why.
+    device to run on. number: which of this machine's workers on the CPU it is. Raises PromptmillError when it cannot
+    start; the worker's row, once there is one, then says why.
     """
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -83,7 +88,7 @@ def run_worker(
         upgrade_schema(database)
         artifact = load_artifact(artifact_path, check_digests=True)
         host = socket.gethostname()
-        place = place_worker(gpu, settings.engine.flavour, artifact, os.environ, pynvml, cuda_trouble)
+        place = place_worker(gpu, settings.engine.flavour, artifact, os.environ, pynvml, cuda_trouble, number)
         # The process's number makes it this worker's alone: what is told of a dead one must not hit its successor.
         name = f"{place.name}@{host}-{os.getpid()}"
         served_name = model or artifact.model
@@ -122,6 +127,15 @@ def _consume(
     device: _WatchedDevice,
 ) -> int:
     app = make_app(settings.queue)
+    own_place = f"{place.name}@{socket.gethostname()}"
+
+    def hand_back() -> None:
+        _hand_back_own_queue(database, app, served_name, own_place)
+
+    def say_draining() -> None:
+        _say_draining(database, name)
+        hand_back()
+
     served = Served(
         model=served_name,
         artifact_digest=artifact.digest,
@@ -132,7 +146,7 @@ def _consume(
     )
     alive_file = settings.home / "run" / f"worker-{socket.gethostname()}-{os.getpid()}.alive"
     alive_file.parent.mkdir(parents=True, exist_ok=True)
-    drain = _Drain(engine, settings.worker.drain_s, lambda: _say_draining(database, name))
+    drain = _Drain(engine, settings.worker.drain_s, say_draining)
     watch = _Watch(engine, drain, settings.engine.watchdog_s, parent_pid, device.why_sick)
     leases = LeaseKeeper(database, name, settings.worker.lease_s, lambda: _touch(alive_file))
     tokenizer = Tokenizer(artifact)
@@ -164,14 +178,14 @@ def _consume(
             hostname=name,
             pool="threads",
             concurrency=math.ceil(engine.max_batch_size / settings.queue.chunk_size) + SPARE_CHUNKS,
-            queues=[
-                own_queue_name(served_name, f"{place.name}@{socket.gethostname()}"),
-                queue_name(served_name, is_interactive=False),
-            ],
+            # In the order in which they are emptied; those of other workers come after (neighbours.py).
+            queues=[own_queue_name(served_name, own_place), queue_name(served_name, is_interactive=False)],
             loglevel="WARNING",
             without_gossip=True,
             without_mingle=True,
         )
+
+        neighbours = Neighbours(database, served_name, own_place, lambda: worker.consumer)
 
         def announce(**_: object) -> None:
             with database.write() as connection:
@@ -183,6 +197,7 @@ def _consume(
                     max_batch_size=engine.max_batch_size,
                 )
             line.start()
+            neighbours.start()
             drain.take_signals()
             log.info("worker_ready", model=served_name, slots=engine.max_batch_size, context=engine.context_length)
 
@@ -190,6 +205,7 @@ def _consume(
 
         def leave(**_: object) -> None:
             line.stop()
+            neighbours.stop()
             drain.begin()
 
         signals.worker_shutting_down.connect(leave, weak=False)
@@ -202,6 +218,7 @@ def _consume(
         finally:
             signals.worker_ready.disconnect(announce)
             signals.worker_shutting_down.disconnect(leave)
+            neighbours.close()
             if drain.has_begun:
                 line.close()  # what it has in hand ends, or is handed back when the grace budget is over
             engine.close()
@@ -209,6 +226,8 @@ def _consume(
     leases.close()
     watch.close()
     drain.settle()
+    if drain.has_begun:
+        hand_back()  # what Celery had received from there and not begun is in it again
     alive_file.unlink(missing_ok=True)
     code = int(drain.exit_code or worker.exitcode or 0)
     log.info("worker_stopped", exit_code=code)
@@ -385,6 +404,17 @@ def _say_draining(database: Database, name: str) -> None:
             update_worker(connection, name, database.now(), status=WorkerStatus.DRAINING)
     except StorageError as error:
         log.warning("worker_not_updated", code=error.code, reason=error.message)
+
+
+def _hand_back_own_queue(database: Database, app: Celery, model: str, place: str) -> None:
+    """What waits for this worker goes to others, unless one at the same place takes it. Sweep does it if we cannot."""
+    try:
+        with database.read() as connection:
+            live = queries.live_workers(connection, database.now(), model=model)
+        if place not in {worker.place for worker in live}:
+            take_back(database, app, {model: [place]})
+    except (QueueError, StorageError) as error:
+        log.warning("own_queue_not_handed_back", code=error.code, reason=error.message)
 
 
 def _progress(database: Database, name: str) -> Callable[[str, int, int], None]:

@@ -29,6 +29,7 @@ from redis.retry import Retry
 from sqlalchemy import text
 
 from jobs.inputs import InputOptions
+from jobs.queue import own_queue_name
 from jobs.source import open_source
 from jobs.submit import BatchOptions, submit
 from storage.database import Database, open_database, upgrade_schema
@@ -153,6 +154,16 @@ class Mill:
 
     def worker(self) -> subprocess.Popen[bytes]:
         return self.start("worker", "--artifact", self.artifact)
+
+    def own_queues(self) -> dict[str, int]:
+        """Messages that wait in workers' own queues, by place; of places that were sent something."""
+        name = self.artifact.name
+        try:
+            with self.queue_client() as client:
+                places = [place.decode() for place in client.smembers(f"promptmill.{name}.places")]
+                return {place: client.llen(own_queue_name(name, place)) for place in places}
+        except redis.RedisError:
+            return {}
 
     @property
     def queue_socket(self) -> Path:

@@ -97,7 +97,7 @@ def test_a_worker_dies_at_a_commit(make_mill: MakeMill, record: Record, database
         mill.keep_busy(1200)
         worker = mill.start("worker", "--artifact", mill.artifact, environment=environment)
         held = "SELECT COUNT(*) FROM attempts WHERE worker LIKE :name AND outcome = 'completed'"
-        wait_unless_ended(mill, worker, lambda: mill.scalar(held, name=f"null@%-{worker.pid}") >= 200, "its answers")
+        wait_unless_ended(mill, worker, lambda: mill.scalar(held, name=f"null%@%-{worker.pid}") >= 200, "its answers")
         return mill.end(worker, signal.SIGTERM)
 
     live(plan.environment())
@@ -172,7 +172,7 @@ def wait_unless_ended(mill: Mill, process: subprocess.Popen[bytes], holds: Calla
 
 def held_by(mill: Mill, pid: int) -> int:
     return mill.scalar(
-        "SELECT COUNT(*) FROM requests WHERE status = 'running' AND worker LIKE :name", name=f"null@%-{pid}"
+        "SELECT COUNT(*) FROM requests WHERE status = 'running' AND worker LIKE :name", name=f"null%@%-{pid}"
     )
 
 

@@ -61,7 +61,7 @@ def test_a_zombie_writes_after_its_leases_ran_out(make_mill: MakeMill, record: R
         victim = mill.pick_busy_worker()
         assert victim in [worker.pid for worker in workers]
         mill.inject(lambda victim=victim: os.kill(victim, signal.SIGSTOP))
-        name = f"null@%-{victim}"
+        name = f"null%@%-{victim}"
         mill.wait(lambda name=name: mill.scalar(HELD, name=name) == 0, "the end of its leases")
         time.sleep(mill.random.uniform(0.0, 1.0))
         os.kill(victim, signal.SIGCONT)

@@ -11,7 +11,14 @@ from tests.drills.conftest import MakeMill, Record
 from tests.drills.mill import PATIENCE_S
 from tests.drills.test_commits import Plan
 from tests.drills.test_commits import plan as plan  # the fixture
-from tests.drills.test_worker_kills import SOON, kill_busy_workers
+from tests.drills.test_worker_kills import (
+    CHAPTER_SETTINGS,
+    SOON,
+    harm_workers_with_chapters,
+    kill_busy_workers,
+    submit_chapters,
+)
+from tests.drills.test_worker_kills import short_prefixes as short_prefixes  # the fixture
 
 pytestmark = pytest.mark.timeout(900)  # a slow machine is no fault
 
@@ -38,6 +45,17 @@ def test_nothing_is_lost_when_workers_and_servers_die(make_mill: MakeMill, recor
         mill.postgres.start()
     mill.wait_until_done()
     record(mill, "worker kills, wipe, server kills (short)")
+
+
+@pytest.mark.usefixtures("short_prefixes")
+def test_nothing_is_lost_that_waits_for_a_worker_that_dies(make_mill: MakeMill, record: Record) -> None:
+    """Prompts with common beginnings, two workers; one is killed, one is told to leave."""
+    mill = make_mill("sqlite", "embedded", settings=CHAPTER_SETTINGS, faults=[SOON], seed=43)
+    mill.up(workers=2)
+    submit_chapters(mill, chapters=12)
+    harm_workers_with_chapters(mill, [signal.SIGKILL, signal.SIGTERM], chapters=10)
+    mill.wait_until_done()
+    record(mill, "workers with queues of their own (short)")
 
 
 @pytest.mark.parametrize("plan", ["submit"], indirect=True)

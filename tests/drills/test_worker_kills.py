@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,50 @@ def test_workers_killed_where_nobody_sees_it(make_mill: MakeMill, record: Record
     mill.wait_until_done()
     assert mill.events()["leases_expired"]
     record(mill, "SIGKILL of a worker, only its leases tell")
+
+
+@pytest.fixture
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of the drill, which submits by itself, have a common beginning when they are of one chapter."""
+    monkeypatch.setattr("jobs.prefixes.MIN_CHARACTERS", len("What comes after chapter 000"))
+
+
+def submit_chapters(mill: Mill, chapters: int, each: int = 40) -> None:
+    mill.submit(chapters * each, ends={place: f"chapter {place // each:03}\n" for place in range(chapters * each)})
+
+
+# Small chunks: so that several wait for each worker.
+CHAPTER_SETTINGS = {"QUEUE_CHUNK_SIZE": "8"}
+
+
+def harm_workers_with_chapters(mill: Mill, signals: Sequence[signal.Signals], chapters: int) -> None:
+    """Each signal goes to a busy worker while chunks wait in some worker's own queue."""
+
+    def has_waiting() -> bool:
+        if mill.scalar("SELECT COUNT(*) FROM requests WHERE status IN ('pending', 'queued')") < 400:
+            submit_chapters(mill, chapters)  # while one worker is alone, all goes to the shared queue
+        return any(mill.own_queues().values())
+
+    for signum in signals:
+        mill.wait(has_waiting, "chunks in a worker's own queue")
+        pid = mill.pick_busy_worker(within_s=0.5, batch_of=0)
+        with contextlib.suppress(ProcessLookupError):
+            mill.inject(lambda pid=pid, signum=signum: os.kill(pid, signum))
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("short_prefixes")
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_workers_killed_that_chunks_wait_for(make_mill: MakeMill, record: Record, database: str) -> None:
+    """What lies in a worker's own queue is run by its neighbour, by its successor, or is sent anew."""
+    mill = make_mill(database, "embedded", settings=CHAPTER_SETTINGS, faults=[SOON], seed=4)
+    mill.up(workers=2)
+    signals = [signal.SIGTERM if number % 3 == 2 else signal.SIGKILL for number in range(scaled(30))]
+    harm_workers_with_chapters(mill, signals, chapters=40)
+    mill.wait_until_done()
+    assert not any(mill.own_queues().values())
+    record(mill, "SIGKILL, SIGTERM of a worker with a queue of its own")
 
 
 @pytest.mark.drill

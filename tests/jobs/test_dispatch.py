@@ -17,14 +17,19 @@ from jobs.dispatch import (
     Candidate,
     Fleet,
     choose,
+    chunk_place,
+    most_in_own_queue,
+    place_chunks,
     plan_chunks,
+    preferred_place,
     start_shares,
+    take_back,
     top_up,
     wants_more,
     window,
     worthwhile_chunk,
 )
-from jobs.queue import QueueError, make_app, queue_depth, waiting_ids
+from jobs.queue import Chunk, QueueError, make_app, own_queue_name, queue_depth, used_places, waiting_ids
 from jobs.settings import QueueSettings, Settings
 from storage import queries, transitions
 from storage.database import Database
@@ -124,6 +129,72 @@ def test_requests_in_isolation_travel_first_and_in_no_larger_company_than_they_m
     assert [[request.id for request in chunk] for chunk in chunks] == [[1, 2, 4], [6], [3], [0, 5]]
 
 
+# --- to the worker that has the prefix ----------------------------------------------------------------------------
+
+PLACES = st.sets(st.sampled_from([f"gpu{n}@{host}" for n in range(8) for host in ("a", "b")]), max_size=8)
+
+
+@given(prefix_ids=st.lists(st.integers(1, 10**6), min_size=1, max_size=50, unique=True), places=PLACES)
+def test_a_prefix_keeps_its_place_when_other_workers_come_and_go(prefix_ids: list[int], places: set[str]) -> None:
+    """Only what a worker that goes had moves, and what moves when one comes moves to it."""
+    before = {prefix_id: preferred_place(prefix_id, frozenset(places)) for prefix_id in prefix_ids}
+    assert all(place in places if len(places) > 1 else place is None for place in before.values())
+    after = {prefix_id: preferred_place(prefix_id, [*places, "new@c"]) for prefix_id in prefix_ids}
+    if len(places) > 1:
+        assert all(after[each] in (before[each], "new@c") for each in prefix_ids)
+
+
+def test_prefixes_are_spread_over_the_places() -> None:
+    places = [f"gpu{n}@host" for n in range(4)]
+    counts = [sum(preferred_place(number, places) == place for number in range(4000)) for place in places]
+    assert min(counts) > 800
+
+
+@given(
+    prefix_ids=st.lists(st.none() | st.integers(1, 20), max_size=300),
+    places=PLACES,
+    chunk_size=st.integers(1, 64),
+    remaining=st.none() | st.integers(0, 10_000),
+)
+def test_prompts_for_different_places_travel_in_different_chunks(
+    prefix_ids: list[int | None], places: set[str], chunk_size: int, remaining: int | None
+) -> None:
+    fleet = Fleet(len(places), 64 * len(places), places=frozenset(places))
+    chunks = plan_chunks(pending(*prefix_ids), fleet=fleet, chunk_size=chunk_size, remaining=remaining)
+    assert sorted(request.id for chunk in chunks for request in chunk) == list(range(1, len(prefix_ids) + 1))
+    assert all(1 <= len(chunk) <= chunk_size for chunk in chunks)
+    for chunk in chunks:
+        assert {preferred_place(request.prefix_id, places) for request in chunk} == {chunk_place(chunk, places)}
+
+
+@given(
+    wanted=st.lists(st.none() | st.sampled_from(["gpu0@a", "gpu1@a", "gpu2@a"]), max_size=200),
+    waiting=st.dictionaries(st.sampled_from(["gpu0@a", "gpu1@a", "gone@a"]), st.integers(0, 40)),
+    chunk_size=st.integers(1, 64),
+    slots=st.integers(1, 1024),
+)
+def test_no_more_than_a_workers_share_waits_in_its_own_queue(
+    wanted: list[str | None], waiting: dict[str, int], chunk_size: int, slots: int
+) -> None:
+    """Each chunk goes where it was meant to go, or to the shared queue; none is dropped or reordered."""
+    fleet = Fleet(3, slots, places=frozenset({"gpu0@a", "gpu1@a", "gpu2@a"}))
+    chunks = [Chunk(MODEL, (number,), place=place) for number, place in enumerate(wanted)]
+    placed = place_chunks(chunks, waiting, fleet, chunk_size)
+    assert [chunk.request_ids for chunk in placed] == [chunk.request_ids for chunk in chunks]
+    most = most_in_own_queue(fleet, chunk_size)
+    for place in fleet.places:
+        sent = [chunk for chunk in placed if chunk.place == place]
+        asked = [chunk for chunk in chunks if chunk.place == place]
+        assert len(sent) == min(len(asked), max(0, most - waiting.get(place, 0)))
+    assert all(chunk.place in (None, before.place) for chunk, before in zip(placed, chunks, strict=True))
+
+
+def test_a_workers_share_of_the_window_is_counted_in_messages() -> None:
+    assert most_in_own_queue(Fleet(2, 128), 32) == LEAST_WINDOW // 2 // 32
+    assert most_in_own_queue(Fleet(8, 8 * 256), 32) == 2 * 256 // 32
+    assert most_in_own_queue(Fleet(400, 400), 256) == 1
+
+
 def candidate(batch_id: int, tenant: str = "a", **values: object) -> Candidate:
     return Candidate(batch_id, tenant, **values)  # type: ignore[arg-type]
 
@@ -184,10 +255,23 @@ def make_batch(database: Database, lines: int, *, model: str = MODEL, priority: 
     return batch_id
 
 
-def make_worker(database: Database, name: str, slots: int, model: str = MODEL) -> None:
+def make_worker(database: Database, name: str, slots: int, model: str = MODEL, device: str = "cpu") -> None:
     with database.write() as connection:
-        transitions.register_worker(connection, NewWorker(name, "host", 1, model, max_batch_size=slots), NOW)
+        new = NewWorker(name, "host", 1, model, device=device, max_batch_size=slots)
+        transitions.register_worker(connection, new, NOW)
         transitions.update_worker(connection, name, NOW, status=WorkerStatus.READY)
+
+
+def make_prefixed_batch(database: Database, prefixes: int, each: int) -> int:
+    """Lines that begin with one of so many texts."""
+    with database.write() as connection:
+        new = NewBatch(f"batch_{prefixes}_{each}", "f", "/v1/chat/completions", MODEL)
+        batch_id = transitions.create_batch(connection, new, NOW)
+        ids = [transitions.save_prefix(connection, f"document {number}") for number in range(prefixes)]
+        lines = [NewRequest(n + 1, None, "{}", prefix_id=ids[n // each]) for n in range(prefixes * each)]
+        transitions.add_requests(connection, batch_id, lines)
+        transitions.start_batch(connection, batch_id, NOW)
+    return batch_id
 
 
 def statuses(database: Database, batch_id: int) -> dict[RequestStatus, int]:
@@ -340,3 +424,122 @@ def test_with_nothing_to_do_nothing_is_written_or_asked_of_redis(database: Datab
     with database.write():  # nobody else could write now; on SQLite a write would wait for 30 s
         assert top_up(database, away, settings.queue, NOW) == 0
     away.close()
+
+
+TWO = ("gpu0@host", "gpu1@host")
+
+
+def waiting_at(app: Celery, place: str) -> int:
+    return used_places(app, [MODEL]).get(MODEL, {}).get(place, 0)
+
+
+def make_two_workers(database: Database) -> None:
+    for number in range(2):
+        make_worker(database, f"w{number}", 64, device=f"gpu{number}")
+
+
+def test_prompts_with_one_prefix_go_to_one_worker_as_far_as_its_share_goes(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_two_workers(database)
+    batch_id = make_prefixed_batch(database, prefixes=1, each=1000)
+    assert top_up(database, app, settings.queue, NOW) == LEAST_WINDOW
+    own = own_queue_name(MODEL, preferred_place(1, TWO) or "")
+    with app.connection_for_read() as connection:
+        client = connection.default_channel.client
+        lengths = client.llen(own), client.llen(f"promptmill.{MODEL}.bulk")
+    assert lengths == (4, 4)  # of 32 each: half of the window is that worker's share, the other takes the rest
+    assert queue_depth(app, MODEL).bulk == 8
+    assert len(waiting_ids(app, [MODEL]) or ()) == queued(database, batch_id) == LEAST_WINDOW
+
+
+def test_many_prefixes_are_spread_and_no_queue_holds_more_than_its_share(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_two_workers(database)
+    make_prefixed_batch(database, prefixes=100, each=10)
+    assert top_up(database, app, settings.queue, NOW) == LEAST_WINDOW
+    assert all(1 <= waiting_at(app, place) <= 4 for place in TWO)
+    assert len(waiting_ids(app, [MODEL]) or ()) == LEAST_WINDOW
+
+
+def test_with_one_worker_everything_goes_to_the_shared_queue(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_worker(database, "w", 64, device="gpu0")
+    make_prefixed_batch(database, prefixes=4, each=50)
+    assert top_up(database, app, settings.queue, NOW) == 200
+    assert used_places(app, [MODEL]) == {}
+    assert queue_depth(app, MODEL).bulk == 7
+
+
+def test_what_comes_back_for_another_try_goes_to_any_worker(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    """So does what is suspected of killing workers: it is to meet another one."""
+    make_two_workers(database)
+    make_prefixed_batch(database, prefixes=1, each=3)
+    top_up(database, app, settings.queue, NOW)
+    assert sum(waiting_at(app, place) for place in TWO) == 1
+    with database.write() as connection:
+        held = transitions.claim_requests(connection, [1, 2, 3], worker="w", lease_s=60, now=NOW)
+        failed = [RequestOutcome(c.id, c.batch_id, c.attempt, RequestStatus.FAILED, 500, None, "oom") for c in held]
+        transitions.fail_requests(connection, failed, worker="w", now=NOW, limits=RetryLimits(backoff_s=0.0))
+    assert top_up(database, app, settings.queue, NOW + 1) == 3
+    assert sum(waiting_at(app, place) for place in TWO) == 1
+    isolated = [PendingRequest(id=1, line=1, prefix_id=1, isolation=4)]
+    assert chunk_place(isolated, TWO) is None
+
+
+def test_what_waits_for_a_worker_that_is_gone_is_taken_back(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_two_workers(database)
+    batch_id = make_prefixed_batch(database, prefixes=1, each=100)
+    top_up(database, app, settings.queue, NOW)
+    place = preferred_place(1, TWO) or ""
+    with database.write() as connection:  # one of them is in a worker's hands by then
+        transitions.claim_requests(connection, [1], worker="w", lease_s=60, now=NOW)
+    assert take_back(database, app, {MODEL: [place]}) > 0
+    assert used_places(app, [MODEL]) == {}
+    found = statuses(database, batch_id)
+    assert found[RequestStatus.RUNNING] == 1
+    assert found.get(RequestStatus.QUEUED, 0) == len(waiting_ids(app, [MODEL]) or ())
+    assert take_back(database, app, {MODEL: [place]}) == 0
+
+
+def test_who_has_no_prefix_is_not_starved_by_who_has(
+    sqlite_database: Database, app: Celery, settings: Settings
+) -> None:
+    """Workers empty their own queues before the shared one; the window keeps what is sent to them in proportion."""
+    database = sqlite_database
+    make_two_workers(database)
+    with_prefix = make_prefixed_batch(database, prefixes=20, each=50)
+    with database.write() as connection:
+        new = NewBatch("batch_plain", "plain", "/v1/chat/completions", MODEL, tenant="another")
+        without = transitions.create_batch(connection, new, NOW)
+        transitions.add_requests(connection, without, [NewRequest(line, None, "{}") for line in range(1, 1001)])
+        transitions.start_batch(connection, without, NOW)
+    queues = [[own_queue_name(MODEL, place), f"promptmill.{MODEL}.bulk"] for place in TWO]
+    for _ in range(25):
+        top_up(database, app, settings.queue, NOW)
+        for names in queues:
+            take_a_chunk(database, app, names)
+        taken = [1000 - left(database, with_prefix), 1000 - left(database, without)]
+        assert abs(taken[0] - taken[1]) <= LEAST_WINDOW
+    assert min(taken) > 600
+
+
+def take_a_chunk(database: Database, app: Celery, names: list[str]) -> None:
+    """What a worker would take next, claimed."""
+    with app.connection_for_read() as connection:
+        message = next((found for name in names if (found := connection.default_channel.basic_get(name))), None)
+        assert message is not None
+        message.ack()
+    with database.write() as on:
+        transitions.claim_requests(on, message.decode()[0][0], worker="w", lease_s=60, now=NOW)
+
+
+def left(database: Database, batch_id: int) -> int:
+    found = statuses(database, batch_id)
+    return found.get(RequestStatus.PENDING, 0) + found.get(RequestStatus.QUEUED, 0)

@@ -328,13 +328,22 @@ class TestPrefixes:
         items = read(write("in.jsonl", "\n".join(map(json.dumps, lines)).encode()))
         assert texts(items) == [[f"user: {book}Question: What is {i}?"] for i in range(4)]
         prefixes = [item.prefix for item in items if isinstance(item, InputLine)]
-        assert prefixes == ["", book, book, book]
+        assert prefixes == [book] * 4
+
+    def test_lines_keep_their_order_while_one_waits_to_see_the_next(self, write: Write) -> None:
+        """A long first line is held back for a moment; a refused one, a short one or the end lets it go as it is."""
+        book = "A sentence of the book.\n" * 100
+        prompts = [f"{book}one", "short", f"{book}two", 7, "x" * 3000, "y" * 3000]
+        items = read(write("in.jsonl", "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts).encode()))
+        assert [item.line for item in items] == [1, 2, 3, 4, 5, 6]
+        assert [isinstance(item, InputLine) for item in items] == [True, True, True, False, True, True]
+        assert [item.prefix for item in items if isinstance(item, InputLine)] == ["", "", book, "", ""]
 
     def test_a_repeated_system_message_is_found_whole(self, write: Write) -> None:
         rules = "x" * 2000
         messages = [{"role": "system", "content": rules}, {"role": "user", "content": "hi"}]
         items = read(write("in.jsonl", b"\n".join(openai_line(str(i), messages=messages) for i in range(3))))
-        assert [item.prefix for item in items if isinstance(item, InputLine)] == ["", rules, rules]
+        assert [item.prefix for item in items if isinstance(item, InputLine)] == [rules] * 3
         assert texts(items) == [[f"system: {rules}", "user: hi"]] * 3
 
     def test_documents_that_take_turns_are_each_found(self) -> None:

@@ -21,11 +21,14 @@ from jobs.queue import (
     Chunk,
     QueueDepth,
     QueueError,
+    empty_own_queue,
     make_app,
+    own_queue_name,
     ping,
     publish_chunks,
     queue_depth,
     queue_names,
+    used_places,
     waiting_ids,
 )
 from jobs.settings import QueueSettings
@@ -34,6 +37,7 @@ from tests.conftest import wait_until
 
 MODEL = "tiny model"
 BULK = "promptmill.tiny model.bulk"
+PLACE = "gpu0@host"
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +61,23 @@ def test_a_chunk_travels_as_one_message_with_its_ids_and_no_prompt(app: Celery, 
     assert queue_depth(app, MODEL) == QueueDepth(interactive=1, bulk=1, unacked=0)
     assert waiting_ids(app, [MODEL]) == {1, 2, 3, 4}
     assert waiting_ids(app, ["another"]) == set()
+
+
+def test_what_waits_in_a_workers_own_queue_is_seen(app: Celery, queue_client: redis.Redis) -> None:
+    """Sweep must not take it for lost, and whoever looks at the depth must not think that all is done."""
+    publish_chunks(app, [Chunk(MODEL, (1, 2)), Chunk(MODEL, (3,), place=PLACE), Chunk(MODEL, (4,), place="gpu1@host")])
+    assert queue_client.llen(own_queue_name(MODEL, PLACE)) == 1
+    assert queue_depth(app, MODEL) == QueueDepth(interactive=0, bulk=3, unacked=0)
+    assert waiting_ids(app, [MODEL]) == {1, 2, 3, 4}
+    assert used_places(app, [MODEL, "another"]) == {MODEL: {PLACE: 1, "gpu1@host": 1}}
+
+
+def test_an_own_queue_is_emptied_with_what_nobody_wrote(app: Celery, queue_client: redis.Redis) -> None:
+    publish_chunks(app, [Chunk(MODEL, (number,), place=PLACE) for number in range(600)])
+    queue_client.lpush(own_queue_name(MODEL, PLACE), "garbage")
+    assert sorted(empty_own_queue(app, MODEL, PLACE)) == list(range(600))
+    assert used_places(app, [MODEL]) == {}
+    assert empty_own_queue(app, MODEL, PLACE) == []
 
 
 def test_publishing_nothing_needs_no_queue() -> None:
@@ -129,7 +150,7 @@ import sys
 from jobs.queue import RUN_CHUNK, make_app, queue_names
 from jobs.settings import QueueSettings
 
-url, model = sys.argv[1:]
+url, model, *own = sys.argv[1:]
 app = make_app(QueueSettings(url=url))
 
 @app.task(name=RUN_CHUNK)
@@ -137,15 +158,15 @@ def run_chunk(request_ids):
     with app.pool.acquire(block=True) as connection:
         connection.default_channel.client.rpush("received", *request_ids)
 
-worker = app.Worker(concurrency=1, queues=[queue_names(model)[1]], loglevel="CRITICAL", without_mingle=True,
+worker = app.Worker(concurrency=1, queues=[*own, queue_names(model)[1]], loglevel="CRITICAL", without_mingle=True,
                     without_gossip=True)
 worker.start()
 """
 
 
 @contextmanager
-def running_worker(url: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", WORKER, url, MODEL], cwd=ROOT)
+def running_worker(url: str, *own: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", WORKER, url, MODEL, *own], cwd=ROOT)
     try:
         yield process
     finally:
@@ -185,3 +206,14 @@ def test_malformed_messages_stop_no_worker(app: Celery, queue_url: str, queue_cl
         wait_until(lambda: queue_depth(app, MODEL) == QueueDepth(0, 0, 0), what="an empty queue")
     assert queue_client.lrange("received", 0, -1) == [str(number) for number in range(10, 20)]
     assert process.returncode == 0
+
+
+def test_a_worker_empties_its_own_queue_first_and_then_the_shared_one(
+    app: Celery, queue_url: str, queue_client: redis.Redis
+) -> None:
+    """Celery would take from them in turn. What waits in a worker's own queue is bounded, so neither starves."""
+    publish_chunks(app, [Chunk(MODEL, (number,)) for number in range(20, 30)])
+    publish_chunks(app, [Chunk(MODEL, (number,), place=PLACE) for number in range(10, 20)])
+    with running_worker(queue_url, own_queue_name(MODEL, PLACE)):
+        wait_until(lambda: queue_client.llen("received") >= 20, what="the run of all messages")
+    assert queue_client.lrange("received", 0, -1) == [str(number) for number in range(10, 30)]

@@ -7,7 +7,7 @@ import redis
 from celery import Celery
 
 from jobs.finalize import Finalizer, finalize_batches
-from jobs.queue import make_app, queue_depth, waiting_ids
+from jobs.queue import make_app, own_queue_name, queue_depth, used_places, waiting_ids
 from jobs.settings import QueueSettings, Settings
 from jobs.sweep import LOST_AFTER_S, Swept, sweep
 from storage import queries, transitions
@@ -71,6 +71,73 @@ def test_a_dead_workers_requests_are_sent_again(database: Database, app: Celery,
     assert sweep(database, app, settings, NOW + 59) == Swept()
     assert sweep(database, app, settings, NOW + 61) == Swept(expired_leases=5, queued=5)
     assert counts(database, batch_id) == {RequestStatus.QUEUED: 5}
+
+
+def make_prefixed_batch(database: Database, lines: int) -> None:
+    with database.write() as connection:
+        batch_id = transitions.create_batch(connection, NewBatch("batch_1", "f", "/v1/completions", "tiny"), NOW)
+        prefix_id = transitions.save_prefix(connection, "a long document")
+        requests = [NewRequest(line, None, "{}", prefix_id=prefix_id) for line in range(1, lines + 1)]
+        transitions.add_requests(connection, batch_id, requests)
+        transitions.start_batch(connection, batch_id, NOW)
+
+
+def be_ready(database: Database, name: str, device: str) -> None:
+    with database.write() as connection:
+        new = NewWorker(name, "host", 1, "tiny", device=device, max_batch_size=64)
+        transitions.register_worker(connection, new, NOW)
+        transitions.update_worker(connection, name, NOW, status=WorkerStatus.READY)
+
+
+def die(database: Database, name: str) -> None:
+    with database.write() as connection:
+        transitions.retire_worker(connection, name, NOW, status=WorkerStatus.FAILED)
+
+
+def test_what_waits_for_a_dead_worker_goes_to_others_at_the_next_pass(
+    database: Database, app: Celery, settings: Settings
+) -> None:
+    make_prefixed_batch(database, 200)
+    for name in ("gpu0", "gpu1", "gpu2"):
+        be_ready(database, f"{name}@host-1", name)
+    sweep(database, app, settings, NOW)
+    (place,) = used_places(app, ["tiny"])["tiny"]
+    die(database, f"{place}-1")
+    swept = sweep(database, app, settings, NOW + 1)
+    assert swept.taken_back == swept.queued > 0
+    (another,) = used_places(app, ["tiny"])["tiny"]
+    assert another != place
+    assert sweep(database, app, settings, NOW + 2) == Swept()
+    assert waiting_ids(app, ["tiny"]) == set(range(1, 201))
+
+
+def test_a_successor_takes_over_what_waits_for_its_place(
+    database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
+) -> None:
+    make_prefixed_batch(database, 200)
+    for name in ("gpu0", "gpu1"):
+        be_ready(database, f"{name}@host-1", name)
+    sweep(database, app, settings, NOW)
+    (place,) = used_places(app, ["tiny"])["tiny"]
+    waiting = queue_client.llen(own_queue_name("tiny", place))
+    die(database, f"{place}-1")
+    be_ready(database, f"{place}-2", place.partition("@")[0])
+    assert sweep(database, app, settings, NOW + 1) == Swept()
+    assert queue_client.llen(own_queue_name("tiny", place)) == waiting > 0
+
+
+def test_what_lies_unseen_in_an_own_queue_is_found_by_its_age(
+    database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
+) -> None:
+    """A chunk that was sent there while the queue of a worker that had gone was being emptied."""
+    make_prefixed_batch(database, 200)
+    for name in ("gpu0", "gpu1"):
+        be_ready(database, f"{name}@host-1", name)
+    sweep(database, app, settings, NOW)
+    queue_client.delete("promptmill.tiny.places")
+    lost = 200 - len(waiting_ids(app, ["tiny"]) or ())
+    assert sweep(database, app, settings, NOW + 1) == Swept()
+    assert sweep(database, app, settings, LATER).lost_messages == lost > 0
 
 
 def test_a_queue_that_was_emptied_is_filled_again_at_once(

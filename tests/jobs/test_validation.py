@@ -138,6 +138,21 @@ class TestVerdicts:
         batch = validated(database, settings_here, [line("a"), b"", line("b"), line("c")])
         assert batch.status is BatchStatus.IN_PROGRESS
         assert (batch.model, batch.artifact_digest, batch.total_requests) == (MODEL, "d1", 3)
+
+    def test_a_long_system_message_is_kept_once_for_all_lines(
+        self, database: Database, settings_here: Settings
+    ) -> None:
+        """So dispatch knows what belongs together, and sends it to one worker."""
+        manual = {"role": "system", "content": "A rule of the house. " * 100}
+        questions = [[manual, {"role": "user", "content": f"question {n}"}] for n in range(4)]
+        batch = validated(
+            database, settings_here, [line(f"q{n}", body=body(messages=asked)) for n, asked in enumerate(questions)]
+        )
+        with database.read() as connection:
+            found = queries.next_pending(connection, batch.id, 10)
+        assert len(found) == 4
+        assert len({request.prefix_id for request in found}) == 1
+        assert found[0].prefix_id is not None
         assert batch.errors is None
         assert batch.estimated_prompt_tokens > 0
         assert not validate_next(database, settings_here, "me")

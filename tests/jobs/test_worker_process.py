@@ -153,3 +153,26 @@ def test_exit_codes_are_explained() -> None:
 def test_several_workers_share_the_cores(settings: Settings) -> None:
     assert share_cores(settings, 1) == settings
     assert share_cores(settings, 1000).engine.threads == 1
+
+
+@pytest.mark.parametrize(("count", "numbers"), [(1, []), (3, ["0", "1", "2"])])
+def test_several_workers_on_the_cpu_get_a_number_each(
+    settings: Settings,
+    sqlite_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    numbers: list[str],
+) -> None:
+    """It is part of their place, by which chunks are sent to them."""
+    real, commands = subprocess.Popen, []
+
+    def start(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return real([sys.executable, "-c", ""], **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", start)
+    crew = crew_of(settings, sqlite_database, [], gives_up=False, count=count)
+    crew.look_after()
+    crew.stop()
+    given = [command[command.index("--number") + 1] for command in commands if "--number" in command]
+    assert (len(commands), given) == (count, numbers)

@@ -167,6 +167,13 @@ def test_a_worker_on_the_cpu_is_not_named_after_a_gpu(machine: Machine, nvml: Mo
     assert place_worker(None, "auto", ARTIFACT, {}, nvml, fails).name == "cpu"
 
 
+def test_workers_on_one_cpu_are_told_apart_by_their_number(machine: Machine, nvml: ModuleType) -> None:
+    """Each place has a queue of its own."""
+    places = [place_worker(None, "cpu", ARTIFACT, {}, nvml, works, number) for number in (None, 0, 1)]
+    assert [place.name for place in places] == ["cpu", "cpu0", "cpu1"]
+    assert {place.flavour for place in places} == {"cpu"}
+
+
 def test_a_worker_whose_gpu_is_gone_says_so(machine: Machine, nvml: ModuleType) -> None:
     """The code that makes it end with 69: its supervisor then waits longer before it tries again."""
     gone = machine.devices[1]["uuid"]
