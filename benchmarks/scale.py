@@ -45,7 +45,8 @@ from jobs.inputs import InputOptions
 from jobs.settings import environment_of
 from jobs.source import open_source
 from jobs.submit import BatchOptions, submit
-from jobs.up import Ticker
+from jobs.up import LOOK_S as LOOK_AT_WORKERS_S
+from jobs.up import StopSignals, Ticker
 from storage import queries
 from storage.models import BatchStatus
 from storage.queries import BatchRow
@@ -279,10 +280,11 @@ class Scale(PathBench):
     def ticking(self) -> Iterator[None]:
         """The periodic pass, as `promptmill up` makes it."""
         ticker = Ticker(self.database, self.settings, self.server, console.print, is_strict=False)
-        stop = threading.Event()
+        signals = StopSignals()
 
         def tick() -> None:
-            while not stop.wait(0.25):
+            while not signals.is_set:
+                ticker.wait(signals, LOOK_AT_WORKERS_S)
                 ticker.tick()
 
         thread = threading.Thread(target=tick, daemon=True)
@@ -290,7 +292,7 @@ class Scale(PathBench):
         try:
             yield
         finally:
-            stop.set()
+            signals.add()
             thread.join()
             ticker.close()
 

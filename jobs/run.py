@@ -111,7 +111,7 @@ def see_through(
             if ours is not None:
                 ours.look_after(start=not serving)
             ticker.tick()
-            signals.wait(TICK_S)
+            ticker.wait(signals, TICK_S)
     finally:
         if ours is not None:
             ours.stop()

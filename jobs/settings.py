@@ -74,6 +74,7 @@ class EngineSettings(BaseModel):
 
     flavour: Literal["auto", "cpu", "cuda", "null"] = "auto"
     null_token_s: float = Field(0.0, ge=0.0, le=10.0)
+    null_prefill_tokens_per_s: float = Field(0.0, ge=0.0)
 
     max_batch_size: int = Field(0, ge=0, le=4096)
     context_length: int = Field(2048, ge=0)

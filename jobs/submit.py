@@ -33,6 +33,7 @@ from storage.queries import BatchRow
 from storage.transitions import NewBatch, NewRequest, RefusedLine
 
 GROUP_LINES = 2000  # one statement's rows: a commit costs little beside them, and the write lock is held for < 0.1 s
+FIRST_GROUP_LINES = 64  # a worker may begin with these while the others are read
 GROUP_CHARACTERS = 8_000_000  # of bodies: bounds memory when lines are long
 KNOWN_PREFIXES = 256  # prefixes whose row id is remembered while submitting
 # What a token costs in characters, roughly, and how long an answer without a bound of its own is taken to be. Only
@@ -119,7 +120,7 @@ def submit(
         return Submission(batch, was_there=True, written=0)
     writer = _Writer(database, source, reader, options, batch_options, fingerprint)
     try:
-        for group in _groups(reader):
+        for group in _groups(reader, first_lines=FIRST_GROUP_LINES):
             writer.write(group)
             if progress is not None:
                 progress(SubmitProgress(writer.lines, writer.refused, source.position_bytes(), source.size_bytes()))
@@ -418,16 +419,17 @@ def _find(connection: Connection, fingerprint: str, options: BatchOptions, now: 
     return batch
 
 
-def _groups(reader: InputReader) -> Iterator[list[InputLine | RefusedLine]]:
-    """Lines in groups small enough for one transaction and for memory."""
+def _groups(reader: InputReader, *, first_lines: int | None = None) -> Iterator[list[InputLine | RefusedLine]]:
+    """Lines in groups small enough for one transaction and for memory. first_lines: of the first, if it is smaller."""
     group: list[InputLine | RefusedLine] = []
     characters = 0
+    most = min(first_lines or GROUP_LINES, GROUP_LINES)
     for item in reader:
         group.append(item)
         characters += len(item.body) if isinstance(item, InputLine) else len(item.error_message)
-        if len(group) >= GROUP_LINES or characters >= GROUP_CHARACTERS:
+        if len(group) >= most or characters >= GROUP_CHARACTERS:
             yield group
-            group, characters = [], 0
+            group, characters, most = [], 0, GROUP_LINES
     if group:
         yield group
 

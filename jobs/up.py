@@ -33,6 +33,8 @@ from jobs.sweep import sweep
 from jobs.validation import Validator
 from jobs.webhook_sender import WebhookSender
 from jobs.worker_process import STOP_PATIENCE_S, Crew
+from storage import queries
+from storage.changes import ChangeWatch
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
 from storage.models import WorkerStatus
@@ -53,6 +55,12 @@ LOOK_S = 0.25
 # Between two top-ups. Workers top up by themselves as they finish, so this is for what arrives in between.
 TOP_UP_EVERY_S = 0.5
 SWEEP_EVERY_S = 2.0
+# Between two looks at whether the database has changed at all (SQLite): each is a wake-up and some microseconds.
+NEWS_LOOK_S = 0.05
+# Commits after so long without one are news, and so is their end after as long: work has come, work is done.
+QUIET_S = 0.1
+# When work comes, so many commits in a row are looked at: the first is the batch, those that follow have its lines.
+NEWS_LOOKS = 6
 # The same trouble is logged again after this time, not at each pass.
 REPEAT_LOG_S = 60.0
 # After the second signal workers only hand back; then they are killed and their requests are given back for them.
@@ -110,6 +118,31 @@ def stop_signals(*, second_raises: bool = False) -> Iterator[StopSignals]:
             signal.signal(each, handler)
 
 
+class News:
+    """When commits are worth a look before the next one is due: where they begin, and where they have ended.
+
+    In between workers commit all the time, and look after the queue themselves.
+    """
+
+    def __init__(self) -> None:
+        self._changed_at = -float("inf")
+        self._looks_left = 0
+        self._is_quiet = True
+
+    def note(self, has_changed: bool, now: float) -> bool:
+        """Take in one look at the database; says whether it is worth a pass."""
+        if has_changed:
+            if self._is_quiet:
+                self._looks_left = NEWS_LOOKS
+            self._is_quiet, self._changed_at = False, now
+            self._looks_left -= 1
+            return self._looks_left >= 0
+        if self._is_quiet or now - self._changed_at < QUIET_S:
+            return False
+        self._is_quiet = True
+        return True
+
+
 class Ticker:
     """The periodic pass: fill the queue, sweep, keep the embedded queue server alive. Call `tick` often; it is paced.
 
@@ -134,9 +167,20 @@ class Ticker:
         self._top_up_every_s = top_up_every_s
         self._app = make_app(settings.queue)
         self._finalizer = Finalizer(database, settings.files_dir)
+        self._changes = ChangeWatch(database)
+        self._news = News()
         self._topped_up_at = -float("inf")
         self._swept_at = -float("inf")
         self._trouble: tuple[str, float] | None = None
+
+    def wait(self, signals: StopSignals, seconds: float) -> None:
+        """Sleep until the next `tick`, but not beyond a signal, nor beyond news that the next `tick` then looks at."""
+        until = time.monotonic() + seconds
+        while not signals.is_set and (left_s := until - time.monotonic()) > 0:
+            signals.wait(min(NEWS_LOOK_S, left_s) if self._database.is_sqlite else left_s)
+            if self._news.note(self._changes.has_changed(), time.monotonic()):
+                self._topped_up_at = -float("inf")
+                return
 
     def tick(self) -> bool:
         """Do what is due. Trouble that may pass is logged and left for the next call. Returns whether all is well."""
@@ -146,7 +190,7 @@ class Ticker:
         self._topped_up_at = steady
         try:
             now = self._database.now()
-            if steady - self._swept_at >= SWEEP_EVERY_S:
+            if steady - self._swept_at >= SWEEP_EVERY_S or self._has_finished():
                 self._swept_at = steady
                 if self._server.ensure_running():
                     self._note("the queue server had died and was started again")
@@ -165,8 +209,14 @@ class Ticker:
         return self._trouble is None
 
     def close(self) -> None:
+        self._changes.close()
         self._finalizer.close()
         self._app.close()
+
+    def _has_finished(self) -> bool:
+        """Whether a batch waits for its end."""
+        with self._database.read() as connection:
+            return queries.has_finishable_batch(connection)
 
     def _log_trouble(self, error: PromptmillError, steady: float) -> None:
         if self._trouble is None or self._trouble[0] != error.code or steady - self._trouble[1] > REPEAT_LOG_S:
@@ -227,7 +277,7 @@ def serve(
                     crew.look_after()
                     ticker.tick()
                     teller.tell()
-                    signals.wait(LOOK_S)
+                    ticker.wait(signals, LOOK_S)
                 if doors is not None:
                     doors.close()
                 return _drain(settings, crew, ticker, observer, signals)
@@ -259,7 +309,7 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
                     if ticker.tick():
                         with contextlib.suppress(OSError):
                             alive_file.touch()
-                    signals.wait(TOP_UP_EVERY_S)
+                    ticker.wait(signals, TOP_UP_EVERY_S)
             finally:
                 ticker.close()
                 sender.close()

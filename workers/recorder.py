@@ -2,6 +2,10 @@
 
 A chunk's task hands over its outcomes as they are ready and waits for all of them before it lets the message be
 acknowledged. Grouping over all chunks of the process keeps the database at a few transactions a second.
+
+Many chunks may end at the same time, hundreds of rows in one step of the engine. Then their tasks turn completions into
+answers by turns, and what they handed over is written when it is the recorder's turn: all at once they would only take
+the interpreter from each other, and SQLite's driver, which gives it up at every row, would get it back late each time.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ GROUP_WAIT_S = 0.02
 # So many need no more company; what arrives while one group is written makes the next one anyway.
 GROUP_ENOUGH = 128
 GROUP_SIZE = 1024
+# Waiting for its turn, the recorder looks this often for an outcome that somebody waits for.
+TURN_LOOK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +41,28 @@ class _Entry:
 
 
 class Recorder:
-    """Records outcomes for one worker. Use as `with Recorder(...) as recorder`."""
+    """Records outcomes for one worker. Use as `with Recorder(...) as recorder`.
+
+    turn: held by whoever makes many answers, or writes them. What somebody waits for does without.
+    """
 
     def __init__(self, database: Database, worker: str) -> None:
+        self.turn = threading.Lock()
         self._database = database
         self._worker = worker
+        self._expected = 0
+        self._expected_lock = threading.Lock()
         self._pending: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="recorder", daemon=True)
         self._thread.start()
+
+    def expect(self, requests: int) -> None:
+        """So many more requests are in hand, and their outcomes will come; fewer, when negative.
+
+        What nobody can join is written without waiting for company.
+        """
+        with self._expected_lock:
+            self._expected += requests
 
     def record(self, outcomes: Sequence[RequestOutcome], *, is_urgent: bool = False) -> Future[set[int]]:
         """Hand over outcomes. The future tells, once committed, which counted; others came too late (see fence).
@@ -50,6 +70,7 @@ class Recorder:
         is_urgent: somebody waits for them, so they are written at once, with what is there.
         """
         entry = _Entry(outcomes, is_urgent)
+        self.expect(-len(outcomes))
         self._pending.put(entry)
         return entry.recorded
 
@@ -70,25 +91,44 @@ class Recorder:
             first = self._pending.get()
             if first is None:
                 return
-            group, is_last = self._collect(first)
-            self._write(group)
-
-    def _collect(self, first: _Entry) -> tuple[list[_Entry], bool]:
-        """Entries to write together, and whether they are the last."""
-        group, size, is_urgent = [first], len(first.outcomes), first.is_urgent
-        until = time.monotonic() + GROUP_WAIT_S
-        while size < GROUP_SIZE:
-            wait_s = 0.0 if is_urgent or size >= GROUP_ENOUGH else until - time.monotonic()
+            group = [first]
+            is_last = self._wait_for_company(group)
+            has_turn = False
+            while not has_turn and not _is_urgent(group):
+                has_turn = self.turn.acquire(timeout=TURN_LOOK_S)
+                is_last = is_last or self._add_all_there(group)
             try:
-                entry = self._pending.get(timeout=wait_s) if wait_s > 0 else self._pending.get_nowait()
+                self._write(group)
+            finally:
+                if has_turn:
+                    self.turn.release()
+
+    def _wait_for_company(self, group: list[_Entry]) -> bool:
+        """Add entries to a group until it is worth a transaction. Returns whether they are the last."""
+        until = time.monotonic() + GROUP_WAIT_S
+        while not _is_urgent(group):
+            wait_s = until - time.monotonic()
+            if wait_s <= 0 or _size(group) >= GROUP_ENOUGH or self._expected <= 0:
+                break
+            try:
+                entry = self._pending.get(timeout=wait_s)
             except queue.Empty:
                 break
             if entry is None:
-                return group, True
+                return True
             group.append(entry)
-            size += len(entry.outcomes)
-            is_urgent = is_urgent or entry.is_urgent
-        return group, False
+        return self._add_all_there(group)
+
+    def _add_all_there(self, group: list[_Entry]) -> bool:
+        while _size(group) < GROUP_SIZE:
+            try:
+                entry = self._pending.get_nowait()
+            except queue.Empty:
+                break
+            if entry is None:
+                return True
+            group.append(entry)
+        return False
 
     def _write(self, group: list[_Entry]) -> None:
         outcomes = [outcome for entry in group for outcome in entry.outcomes]
@@ -107,3 +147,11 @@ class Recorder:
             return
         for entry in group:
             entry.recorded.set_result(recorded.intersection(outcome.request_id for outcome in entry.outcomes))
+
+
+def _size(group: Sequence[_Entry]) -> int:
+    return sum(len(entry.outcomes) for entry in group)
+
+
+def _is_urgent(group: Sequence[_Entry]) -> bool:
+    return any(entry.is_urgent for entry in group)

@@ -17,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -54,6 +54,8 @@ log = structlog.get_logger()
 PREFIXES_KEPT = 64
 # Attempts that get a log line of their own.
 LINES_PER_S = 50
+# The longest that a look for more work waits for answers that are being made or written.
+TOP_UP_WAITS_S = 0.05
 
 
 class AttemptsLog:
@@ -68,6 +70,12 @@ class AttemptsLog:
         self._second = 0
         self._lines = 0
         self._left_out = 0
+
+    def write_all(self, attempts: list[tuple[ClaimedRequest, RequestOutcome]]) -> None:
+        """Write a line for each, and empty the list."""
+        for request, outcome in attempts:
+            self.write(request, outcome)
+        attempts.clear()
 
     def write(self, request: ClaimedRequest, outcome: RequestOutcome) -> None:
         with self._lock:
@@ -253,14 +261,17 @@ def _claim_and_run(context: WorkerContext, request_ids: Sequence[int], *, but_is
         log.debug("chunk_skipped", requests=len(request_ids))
         return set()
     context.leases.hold(claimed)
+    context.recorder.expect(len(claimed))
     unrecorded = {request.id: request.attempt for request in claimed}
+    handed_over: set[int] = set()
     answers: Mapping[int, RequestOutcome] = {}
     try:
-        answers = _run(context, claimed, claimed_at, unrecorded)
+        answers = _run(context, claimed, claimed_at, unrecorded, handed_over)
     except StorageError as error:
         # The database stayed away too long: the leases run out, sweep returns the requests.
         log.error("chunk_not_recorded", requests=len(unrecorded), code=error.code, reason=error.message)
     finally:
+        context.recorder.expect(len(handed_over) - len(claimed))  # the others do not come
         context.leases.let_go([request.id for request in claimed])
         for request in claimed:
             context.replies.ended(request, answers.get(request.id))
@@ -281,14 +292,18 @@ def _undo_unheard_claims(
 
 
 def _run(
-    context: WorkerContext, claimed: Sequence[ClaimedRequest], claimed_at: float, unrecorded: dict[int, int]
+    context: WorkerContext,
+    claimed: Sequence[ClaimedRequest],
+    claimed_at: float,
+    unrecorded: dict[int, int],
+    handed_over: set[int],
 ) -> Mapping[int, RequestOutcome]:
     """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way.
 
-    Returns, of those that somebody waits for, the outcomes that are recorded, by request id.
+    handed_over: filled with those that the recorder was given. Returns, of those that somebody waits for, the outcomes
+    that are recorded, by request id.
     """
     recorded: list[Future[set[int]]] = []
-    handed_over: set[int] = set()  # to the recorder
     awaited: dict[int, RequestOutcome] = {}
     released: dict[int, int] = {}
     failed: list[RequestOutcome] = []
@@ -319,6 +334,7 @@ def _run(
             ended.clear()
 
     running = 0
+    unlogged: list[tuple[ClaimedRequest, RequestOutcome]] = []
     finished: SimpleQueue[_Running] = SimpleQueue()  # an entry for each choice that ended
     ready: list[PreparedRequest] = []
 
@@ -352,38 +368,43 @@ def _run(
         else:
             outcome = serve_again(prepared, known, context.served)
             ended.append(outcome)
-            context.attempts_log.write(prepared.claimed, outcome)
+            unlogged.append((prepared.claimed, outcome))
     record()
 
     while running:
-        for entry in _take_all(finished):
-            entry.unfinished -= 1
-            if entry.unfinished:
-                continue
-            running -= 1
-            request = entry.prepared.claimed
-            try:
-                completions = [future.result() for future in entry.futures]
-                outcome = answer(
-                    entry.prepared,
-                    completions,
-                    context.tokenizer,
-                    context.served,
-                    submitted_at=entry.submitted_at,
-                    now=time.time(),
-                )
-            except CancelledError:
-                stopped[request.id] = request.attempt
-            except Exception as error:
-                fail(request, error)
-            else:
-                if context.answer_cache:
-                    outcome = replace(outcome, answer_key=_answer_key(entry.prepared, context.served))
-                ended.append(outcome)
-                context.attempts_log.write(request, outcome)
-        record()
+        first = finished.get()
+        with nullcontext() if is_urgent else context.recorder.turn:
+            for entry in _all_there(first, finished):
+                entry.unfinished -= 1
+                if entry.unfinished:
+                    continue
+                running -= 1
+                request = entry.prepared.claimed
+                try:
+                    completions = [future.result() for future in entry.futures]
+                    outcome = answer(
+                        entry.prepared,
+                        completions,
+                        context.tokenizer,
+                        context.served,
+                        submitted_at=entry.submitted_at,
+                        now=time.time(),
+                    )
+                except CancelledError:
+                    stopped[request.id] = request.attempt
+                except Exception as error:
+                    fail(request, error)
+                else:
+                    if context.answer_cache:
+                        outcome = replace(outcome, answer_key=_answer_key(entry.prepared, context.served))
+                    ended.append(outcome)
+                    unlogged.append((request, outcome))
+            record()
+        if running and finished.empty():
+            context.attempts_log.write_all(unlogged)
 
     counted = {request_id for written in recorded for request_id in written.result()}
+    context.attempts_log.write_all(unlogged)  # what others wait for comes first
     _hand_back(context, released, failed, stopped, unrecorded)
     # Not held any more. When it was a crash of the database that has forgotten the claim, they stand there as queued,
     # and the message that they wait for is this one.
@@ -393,9 +414,9 @@ def _run(
     return {request_id: outcome for request_id, outcome in awaited.items() if request_id in counted}
 
 
-def _take_all(finished: SimpleQueue[_Running]) -> Iterator[_Running]:
-    """Wait for an entry, then give all that are there."""
-    yield finished.get()
+def _all_there(first: _Running, finished: SimpleQueue[_Running]) -> Iterator[_Running]:
+    """The first entry, then all that are there by then."""
+    yield first
     while True:
         try:
             yield finished.get_nowait()
@@ -465,6 +486,8 @@ def _answer_key(prepared: PreparedRequest, served: Served) -> str | None:
 
 def _top_up(context: WorkerContext) -> None:
     """Refill the queue's window. Whoever else finds it low does the same, so a failure here may wait."""
+    if context.recorder.turn.acquire(timeout=TOP_UP_WAITS_S):  # chunks that are just ending go first
+        context.recorder.turn.release()
     if not context.topping_up.acquire(blocking=False):
         return  # another chunk of this worker has just ended, and does it
     try:

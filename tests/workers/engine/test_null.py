@@ -69,3 +69,28 @@ def test_a_prompt_beyond_the_context_is_refused() -> None:
         engine.submit(ask([1] * 10))
     assert caught.value.code == "context_length_exceeded"
     engine.close()
+
+
+def test_an_answer_whose_end_is_ignored_is_as_long_as_asked() -> None:
+    engine = NullEngine(max_batch_size=1, context_length=100)
+    request = GenerationRequest(list(range(64)), SamplingParameters(max_tokens=40, ignore_eos=True))
+    assert engine.submit(request).result(60).completion_token_ids == tuple(range(24, 64))
+    engine.close()
+
+
+def test_prompts_are_computed_first_and_in_steps_of_the_budget() -> None:
+    """Three prompts of 4 tokens and a budget of 8: two steps of prompts come before any second token."""
+    given: list[tuple[int, int]] = []
+    engine = NullEngine(
+        max_batch_size=4, context_length=100, token_s=1e-4, prefill_tokens_per_s=1e7, prefill_budget_tokens=8
+    )
+    with engine._wake:  # all arrive together
+        futures = [
+            engine.submit(ask([n] * 4, 2, on_token=lambda _, n=n: given.append((n, len(given))) or False))
+            for n in range(3)
+        ]
+    for future in futures:
+        future.result(60)
+    engine.close()
+    assert [n for n, _ in given] == [0, 1, 2, 0, 1, 2]
+    assert engine.status().steps == 3
