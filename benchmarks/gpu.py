@@ -4,12 +4,15 @@
     python -m benchmarks.gpu --shape llama3-8b --workloads W1
     python -m benchmarks.gpu --artifact FOLDER --workloads small
     python -m benchmarks.gpu --workloads W1 W5                  W1 by the engine alone, then through the whole path
+    python -m benchmarks.gpu --workloads W1 W2 W3 W4 one mixed W5 --peer PEER      every figure, beside those wanted
 
-Prints a table, then one JSON line. Each workload is run `--repeat` times with fresh prompts, so the prefix cache is
-cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at temperature 0.8 and top-p 0.95; `W2-odd`
-is W2 with a shared beginning that ends within a block. W5 comes last, when the engine has left the device to a worker:
-W1's requests from submit to the last commit, through an embedded Redis, Celery and SQLite, on an artifact that is given
-or written for it. The engine's random weights need torch.
+Prints a table, then the figures that are wanted, then one JSON line. Each workload is run `--repeat` times with fresh
+prompts, so the prefix cache is cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at
+temperature 0.8 and top-p 0.95; `W2-odd` is W2 with a shared beginning that ends within a block; `mixed` is a load of
+all kinds for `--minutes`, interactive requests among them (benchmarks/mixed_load.py). W5 comes last, when the engine
+has left the device to a worker: W1's requests from submit to the last commit, through an embedded Redis, Celery and
+SQLite, on an artifact that is given or written for it. PEER is what `benchmarks.gpu_peer` printed, for the ratios. The
+engine's random weights need torch.
 """
 
 from __future__ import annotations
@@ -19,25 +22,31 @@ import gc
 import importlib
 import json
 import math
+import os
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pynvml
 
+from benchmarks.mixed_load import Mix, run_mixed_load
 from jobs.settings import NO_LENGTHS
-from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, upload_weights
+from workers.devices import GpuError, list_devices, open_nvml, visible
+from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, cuda_row_buckets, upload_weights
 from workers.engine.cuda_ops import load_operators
 from workers.engine.flavour import load_libraries
 from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
 from workers.engine.request import GenerationRequest, SamplingParameters
+from workers.engine.scheduler import interactive_slots
 from workers.models.cuda_graph import artifact_entries, stored_weights, weight_shapes
 from workers.models.description import Llama3Scaling, ModelDescription
 from workers.models.rope import rotary_tables
@@ -73,6 +82,19 @@ LLAMA3_8B = ModelDescription(
     tie_word_embeddings=False,
 )
 SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
+# Requests a second beside the peer's on the same card, by shape.
+WANTED_OF_PEER = {
+    "llama2-7b": {"W1": 1.05, "W2": 1.5, "W3": 1.0, "W4": 1.0},
+    "llama3-8b": {"W1": 1.0},
+    "artifact": {"small": 1.0},
+}
+MOST_TIME_ALONE = 1.15  # one request, of the peer's time
+LEAST_OF_ENGINE = 0.95  # W5 of W1
+LEAST_CACHE_SHARE = 0.95
+LEAST_UTILIZATION = 90.0
+LEAST_BUSY_SHARE = 0.8  # of a small model's run
+MOST_GROWTH_MIB = 64.0
+MOST_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -199,8 +221,8 @@ def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> di
     }
 
 
-def summarize(steps: list[list[Any]]) -> dict[str, Any]:
-    """Time between the ends of consecutive steps, by kind: what each kind took of the run."""
+def summarize(steps: list[list[Any]], seconds: float) -> dict[str, Any]:
+    """Time between the ends of consecutive steps, by kind: what each kind took of the run, which took `seconds`."""
     taken: dict[str, list[float]] = {"prefill": [], "decode": []}
     tokens = {"prefill": 0, "decode": 0}
     padded = 0
@@ -217,7 +239,11 @@ def summarize(steps: list[list[Any]]) -> dict[str, Any]:
             "tokens": tokens[kind],
         }
         for kind, times in taken.items()
-    } | {"padded_decode_rows": padded}
+    } | {
+        "padded_decode_rows": padded,
+        # From launch to read, so the device was busy for no more than that.
+        "busy_share": round(sum(map(sum, taken.values())) / seconds, 3),
+    }
 
 
 def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -237,14 +263,15 @@ def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "shared_prefix_tokens": ",".join(map(str, given.prefix_tokens)) or NO_LENGTHS,
     }
     at = time.perf_counter()
-    with PathBench(artifact, given.max_rows, 0, engine=engine) as bench, watched_device() as device:
+    with PathBench(artifact, given.max_rows, 0, engine=engine) as bench, watched_device() as watch:
         start_s = round(time.perf_counter() - at, 2)
         runs: list[dict[str, Any]] = []
         for turn in range(given.repeat):
-            device()
-            rate = bench.requests_per_s(512, 128, 64, seed=turn, poll_s=0.02)
-            run = {"requests_per_s": round(rate, 2), "seconds": round(512 / rate, 4)}
-            runs.append(run | {"new_tokens_per_s": round(64 * rate), "device": device()})
+            _ = watch and watch.mean()
+            timeline = bench.burst(512, 128, 64, seed=turn)
+            run: dict[str, Any] = {"requests_per_s": round(512 / timeline.done, 2), "seconds": round(timeline.done, 4)}
+            run["timeline_ms"] = {name: round(seconds * 1e3, 1) for name, seconds in asdict(timeline).items()}
+            runs.append(run | {"new_tokens_per_s": round(64 * 512 / timeline.done), "device": watch and watch.mean()})
             print(f"{given.label} W5 512 x (128 prompt, 64 new), whole path: {json.dumps(runs[-1])}", flush=True)
     return {"best": max(run["requests_per_s"] for run in runs), "start_s": start_s, "runs": runs}
 
@@ -265,33 +292,19 @@ def print_kernels(title: str, kernels: list[tuple[str, int, float]], most: int =
         print(f"  {ms:9.1f} ms {100 * ms / total:5.1f} % {count:7}  {name[:110]}", flush=True)
 
 
-@contextmanager
-def watched_device() -> Iterator[Callable[[], dict[str, float] | None]]:
-    """Sample NVML's utilization in the background; the function given returns the mean so far."""
-    import threading
+class Watch:
+    """Samples what NVML tells of the device, ten times a second. Within `open_nvml`."""
 
-    try:
-        import pynvml
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._samples: list[tuple[float, float]] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    except Exception:
-        yield lambda: None
-        return
-    samples: list[tuple[float, float]] = []
-    done = threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.1):
-            rates, power = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
-            samples.append((rates.gpu, power / 1000))
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-
-    def mean() -> dict[str, float] | None:
-        taken = list(samples)
-        samples.clear()
+    def mean(self) -> dict[str, float] | None:
+        """Since the last call."""
+        taken, self._samples = self._samples, []
         if not taken:
             return None
         return {
@@ -299,9 +312,135 @@ def watched_device() -> Iterator[Callable[[], dict[str, float] | None]]:
             "power_w": round(statistics.mean(power for _, power in taken)),
         }
 
-    yield mean
-    done.set()
-    thread.join()
+    def used_bytes(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._done.wait(0.1):
+            rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+            self._samples.append((rates.gpu, self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000))
+
+
+@contextmanager
+def watched_device(nvml: Any = pynvml) -> Iterator[Watch | None]:
+    """The device that CUDA shows as the first. None where NVML tells nothing of it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(open_nvml(nvml))
+            device = visible(list_devices(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
+            handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
+            nvml.nvmlDeviceGetUtilizationRates(handle)
+            nvml.nvmlDeviceGetPowerUsage(handle)
+        except (GpuError, IndexError, nvml.NVMLError) as error:
+            print(f"NVML tells nothing of the device: {error}", flush=True)
+            yield None
+            return
+        watch = Watch(nvml, handle)
+        try:
+            yield watch
+        finally:
+            watch.close()
+
+
+def run_mixed(engine: PagedEngine, given: argparse.Namespace, vocab_size: int, watch: Watch | None) -> dict[str, Any]:
+    """A load of all kinds: how soon interactive requests are answered beside it, and what grows."""
+    rng = random.Random(7)
+    mix = Mix(
+        [rng.randrange(5, vocab_size) for _ in range(20_000)],
+        longest_prompt=min(2048, engine.context_length - 1),
+        longest_answer=512,
+    )
+    before = engine._preemptions
+    report = run_mixed_load(
+        engine,
+        mix,
+        seconds=60 * given.minutes,
+        seed=1,
+        sample_size=0,
+        device_bytes=lambda: None if watch is None else watch.used_bytes(),
+    )
+    assert not report.wrong, report.wrong[:5]
+    figures = report.figures()
+    return figures | {
+        "new_tokens_per_s": round(report.new_tokens / report.seconds),
+        "preemptions": engine._preemptions - before,
+        "device": None if watch is None else watch.mean(),
+    }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something that is wanted. is_met: None where it was not measured."""
+
+    name: str
+    measured: float | None
+    wanted: str
+    is_met: bool | None
+
+
+def figures_of(report: dict[str, Any], peer: dict[str, Any] | None) -> list[Figure]:
+    """The figures that are wanted of a run, from its report and what the peer's run printed."""
+    results: dict[str, Any] = report["results"]
+    figures: list[Figure] = []
+
+    def add(name: str, measured: float | None, bound: float, *, is_most: bool = False) -> None:
+        is_met = None if measured is None else bool(measured <= bound if is_most else measured >= bound)
+        figures.append(Figure(name, measured, f"{'<=' if is_most else '>='} {bound:g}", is_met))
+
+    shape = "artifact" if report["options"]["artifact"] else report["shape"]
+    for name, least in WANTED_OF_PEER[shape].items():
+        if name in results:
+            theirs = _best_of_peer(peer, name)
+            ratio = round(results[name]["best"] / theirs, 3) if theirs else None
+            add(f"{name}, requests/s, of the peer's", ratio, least)
+    if "one" in results:
+        theirs = _best_of_peer(peer, "one")
+        ratio = round(theirs / results["one"]["best"], 3) if theirs else None
+        add("one request alone, of the peer's time", ratio, MOST_TIME_ALONE, is_most=True)
+    if "W5" in results:
+        add("W5, of the engine alone", report.get("w5_of_w1"), LEAST_OF_ENGINE)
+    for name in ("W1", "W2", "W3", "W4"):
+        if name in results:
+            told = [run["device"]["utilization_percent"] for run in results[name]["runs"] if run["device"]]
+            mean = round(statistics.mean(told), 1) if told else None
+            add(f"{name}, utilization by NVML, percent", mean, LEAST_UTILIZATION)
+    if "small" in results:
+        shares = [run["steps"]["busy_share"] for run in results["small"]["runs"]]
+        add("small, share of the run with a step in flight", max(shares), LEAST_BUSY_SHARE)
+    cache = report["kv_cache"]
+    if cache["holds_all_rows"]:
+        figures.append(Figure("KV cache, of what the weights leave", cache["share"], "every row in full", True))
+    else:
+        add("KV cache, of what the weights leave", cache["share"], LEAST_CACHE_SHARE)
+    add("start, seconds", report["start_s"], MOST_START_S, is_most=True)
+    if "mixed" in results:
+        (run,) = results["mixed"]["runs"]
+        add("mixed, growth of resident memory, MiB", run["resident_growth_mib"], MOST_GROWTH_MIB, is_most=True)
+        add("mixed, growth of device memory, MiB", run["device_growth_mib"], MOST_GROWTH_MIB, is_most=True)
+    return figures
+
+
+def _best_of_peer(peer: dict[str, Any] | None, name: str) -> float | None:
+    runs = peer["results"].get(name, []) if peer else []
+    return max((float(run["requests_per_s"]) for run in runs), default=None)
+
+
+def read_peer(path: Path) -> dict[str, Any]:
+    """The JSON line at the end of what `benchmarks.gpu_peer` printed."""
+    peer: dict[str, Any] = json.loads(path.read_text().strip().splitlines()[-1])
+    return peer
+
+
+def print_figures(figures: Sequence[Figure]) -> None:
+    words = {True: "yes", False: "NO", None: "not measured"}
+    print(f"\n{'figure':<48}{'measured':>12}{'wanted':>20}  met")
+    for figure in figures:
+        measured = "-" if figure.measured is None else f"{figure.measured:g}"
+        print(f"{figure.name:<48}{measured:>12}{figure.wanted:>20}  {words[figure.is_met]}")
 
 
 def main(arguments: list[str]) -> None:
@@ -323,13 +462,25 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--no-copies", action="store_true", help="compute what a shared beginning leaves of a block")
     parser.add_argument("--stock-operators", action="store_true", help="ONNX Runtime's operators alone")
     parser.add_argument("--kernels", action="store_true", help="then say which kernels a run spends its time in")
+    parser.add_argument(
+        "--interactive-rows", type=int, help="rows beside --max-rows; as a worker has them unless given"
+    )
+    parser.add_argument("--kv-cache-mib", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long the mixed load lasts")
+    parser.add_argument("--peer", type=Path, help="what benchmarks.gpu_peer printed on this card in this hour")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="write every step of the last runs here, as JSON")
     parser.add_argument("--label", default="")
     given = parser.parse_args(arguments)
 
     report: dict[str, Any] = {"label": given.label, "shape": given.shape, "options": vars(given) | {"trace": None}}
-    report["options"]["artifact"] = str(given.artifact) if given.artifact else None
+    report["options"] |= {
+        name: str(given.__dict__[name]) if given.__dict__[name] else None for name in ("artifact", "peer")
+    }
+    reserve = interactive_slots(given.max_rows) if given.interactive_rows is None else given.interactive_rows
+    buckets = tuple(given.row_buckets or cuda_row_buckets(given.max_rows)) + (
+        (given.max_rows + reserve,) if reserve else ()
+    )
     at = time.perf_counter()
     load_libraries()
     uploaded: UploadedWeights | None = None
@@ -351,11 +502,12 @@ def main(arguments: list[str]) -> None:
         weights,
         dtype="float16",
         rotary_length=rotary_length,
-        max_rows=given.max_rows,
+        max_rows=given.max_rows + reserve,
         context_length=min(given.context_length, rotary_length),
         prefill_tokens=given.prefill_tokens,
         block_size=given.block_size,
-        row_buckets=given.row_buckets,
+        row_buckets=buckets,
+        memory_bytes=given.kv_cache_mib << 20 or None,
         table_widths=given.table_widths,
         prefix_tokens=given.prefix_tokens,
         prefix_min_rows=given.prefix_min_rows,
@@ -369,9 +521,16 @@ def main(arguments: list[str]) -> None:
         prefill_budget_tokens=given.prefill_tokens,
         prefill_burst_tokens=given.burst_tokens,
         prefill_wanted_tokens=given.wanted_tokens,
+        interactive_rows=reserve,
     )
     report["start_s"] = round(time.perf_counter() - at, 2)
     report["blocks"] = runner.num_blocks
+    report["kv_cache"] = {
+        "bytes": runner.cache_bytes,
+        # Without block 0, which holds nothing.
+        "share": round(runner.cache_bytes * (1 - 1 / runner.num_blocks) / runner.room_bytes, 3),
+        "holds_all_rows": runner.num_blocks > runner.max_rows * runner.max_blocks,
+    }
     print(
         f"{given.label} weights {report['weights_s']} s, start {report['start_s']} s, {runner.num_blocks} blocks",
         flush=True,
@@ -381,18 +540,24 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # as a worker does once it is warm: no collection walks what stays for ever
     results: dict[str, Any] = {}
     traces: dict[str, Any] = {}
-    with watched_device() as device:
+    with watched_device() as watch:
         for name in given.workloads:
             if name == "W5":
+                continue
+            if name == "mixed":
+                run = run_mixed(engine, given, model.vocab_size, watch)
+                results[name] = {"best": run["requests_per_s"], "runs": [run]}
+                print(f"{given.label} {name} for {given.minutes:g} minutes: {json.dumps(run)}", flush=True)
                 continue
             runs = []
             for turn in range(given.repeat):
                 workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, turn + 1)
                 sampling = {"temperature": 0.8, "top_p": 0.95} if name.endswith("-sampled") else {}
                 runner.trace.steps.clear()
-                device()
+                _ = watch and watch.mean()
                 run = run_workload(engine, workload, **sampling)
-                run |= {"steps": summarize(runner.trace.steps), "device": device(), "preemptions": engine._preemptions}
+                run |= {"steps": summarize(runner.trace.steps, run["seconds"]), "device": watch and watch.mean()}
+                run["preemptions"] = engine._preemptions
                 runs.append(run)
                 print(f"{given.label} {name} {workload.description}: {json.dumps(run)}", flush=True)
             if given.kernels:
@@ -422,6 +587,9 @@ def main(arguments: list[str]) -> None:
     for name, result in results.items():
         best = max(result["runs"], key=lambda run: float(run["requests_per_s"]))
         print(f"{name:<12}{best['requests_per_s']:>10}{best['seconds']:>10}{best['new_tokens_per_s']:>12}")
+    figures = figures_of(report, read_peer(given.peer) if given.peer else None)
+    print_figures(figures)
+    report["figures"] = [asdict(figure) for figure in figures]
     print(json.dumps(report))
 
 

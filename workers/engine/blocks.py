@@ -12,7 +12,7 @@ Invariant: free plus cached plus used blocks equal all blocks but block 0.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,6 +114,15 @@ class BlockPool:
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of the blocks have no reader: sharing them lowers `available` by as many."""
         return sum(self._readers[block] == 0 for block in blocks)
+
+    def count_freed(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """For each table, how many blocks it would make available if it were given back after those before it."""
+        given: Counter[int] = Counter()
+        freed: list[int] = []
+        for table in tables:
+            given.update(table)
+            freed.append(sum(given[block] == self._readers[block] for block in table))
+        return freed
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a reader to registered blocks."""

@@ -14,6 +14,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,8 @@ class _ControlOffsets:
 
     @classmethod
     def of(cls, rows: int) -> _ControlOffsets:
-        return cls(0, rows * 8, rows * 16, rows * 20, rows * 24, rows * 28)
+        ends = list(accumulate((8, 8, 4, 4, 4), lambda end, size: _align(end + rows * size), initial=0))
+        return cls(*ends)
 
 
 @dataclass(slots=True)
@@ -212,6 +214,8 @@ class CudaRunner:
             self.prefix_tokens = tuple(tokens for tokens in prefix_tokens if tokens % self.block_size == 0)
         self.prefix_min_rows = prefix_min_rows
         self.num_blocks = 0
+        self.cache_bytes = 0  # of the KV cache, and what it could have had at most beside nothing but the weights
+        self.room_bytes = 0
         self._model = model
         self._weights = weights
         self._dtype = dtype
@@ -245,6 +249,8 @@ class CudaRunner:
         self._ort: ModuleType = onnxruntime
         onnxruntime.set_default_logger_severity(3)  # each session warns that CUDA is no plugin; it need not be one
         self._cuda: ModuleType = _load_cuda()
+        free, _ = self._call("cudaMemGetInfo")
+        self.room_bytes = int(free if self._memory_bytes is None else min(free, self._memory_bytes))
         self._allocate_shared()
         report("opening the model", 0, 1)
         kinds = {self._prompt_kind, *(self._decoder_of(*bucket) for bucket in self._buckets())}
@@ -502,8 +508,8 @@ class CudaRunner:
         """
         rows = self.max_rows
         self._control_offsets = _ControlOffsets.of(rows)
-        self._table_offset = _align(self._control_offsets.end)
-        self._decode_control_bytes = self._table_offset + rows * max(self.table_widths) * 4
+        self._table_offset = self._control_offsets.end
+        self._decode_control_bytes = _align(self._table_offset + rows * max(self.table_widths) * 4)
         self._pool = self._upload(np.zeros(4 * rows, dtype=np.int64))
         self._decode_control = self._allocate(self._decode_control_bytes)
         count = max(self._prefill_tokens, rows) + 1
@@ -526,7 +532,7 @@ class CudaRunner:
         handle = int(stream)
         rows = self.max_rows
         prefill_bytes = self._prefill_tokens * (8 + 8 + 4) + rows * (8 + 4 + 4) + rows * self.max_blocks * 4 + 4096
-        control_bytes = max(prefill_bytes, self._decode_control_bytes)
+        control_bytes = max(_align(prefill_bytes), self._decode_control_bytes)
         sampling_bytes = rows * 64 + rows * 12 * _SPARSE_WIDTH + 16 * _ALIGNMENT_BYTES
         output_bytes = rows * 8 + self._extras_bytes
         slots = []
@@ -611,9 +617,10 @@ class CudaRunner:
                 code="not_enough_memory",
             )
         self.num_blocks = int(min(count, 1 + self.max_rows * self.max_blocks))
-        self._cache = self._allocate(per_block * self.num_blocks)
-        self._call("cudaMemset", self._cache, 0, per_block * self.num_blocks)
-        log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=per_block * self.num_blocks)
+        self.cache_bytes = per_block * self.num_blocks
+        self._cache = self._allocate(self.cache_bytes)
+        self._call("cudaMemset", self._cache, 0, self.cache_bytes)
+        log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=self.cache_bytes)
 
     def _try_copies(self) -> None:
         """Copy all positions but the last of one block to another, and look at what came there.
@@ -645,7 +652,7 @@ class CudaRunner:
                 self._copy_out(lane, values.ctypes.data, plane + target * block_bytes, block_bytes)
             self.check()
         finally:  # padding reads the scratch block
-            self._call("cudaMemset", self._cache, 0, 2 * self._model.num_layers * self.num_blocks * block_bytes)
+            self._call("cudaMemset", self._cache, 0, self.cache_bytes)
             self._call("cudaDeviceSynchronize")
         return bool(np.array_equal(found[:, :copied], written[:, :copied]) and not found[:, copied:].any())
 
@@ -931,16 +938,18 @@ def _fill(
     uploaded.tensors.update(tensors)
 
 
-def cuda_row_buckets(max_rows: int) -> tuple[int, ...]:
+def cuda_row_buckets(max_rows: int, reserved_rows: int = 0) -> tuple[int, ...]:
     """Row counts of decode graphs: powers of two up to 16, then steps of a quarter.
 
     Coarser than on a CPU: padding rows have no context to read, and up to some 200 rows a step is bound by reading the
-    weights. Each bucket costs a capture at start.
+    weights. Each bucket costs a capture at start. reserved_rows: rows beyond `max_rows` that are seldom used: one
+    bucket more, so that steps without them are what they would be without a reserve.
     """
     buckets = [1, 2, 4, 8]
     while buckets[-1] < max_rows:
         buckets.append(buckets[-1] + max(8, 1 << max(0, buckets[-1].bit_length() - 3)))
-    return (*(bucket for bucket in buckets if bucket < max_rows), max_rows)
+    reserved = (max_rows + reserved_rows,) if reserved_rows else ()
+    return (*(bucket for bucket in buckets if bucket < max_rows), max_rows, *reserved)
 
 
 def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:

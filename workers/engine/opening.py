@@ -72,6 +72,8 @@ def _open_null(artifact: Artifact, settings: EngineSettings) -> NullEngine:
         max_batch_size=rows,
         context_length=_context_length(artifact, settings),
         token_s=settings.null_token_s,
+        prefill_tokens_per_s=settings.null_prefill_tokens_per_s,
+        prefill_budget_tokens=settings.prefill_chunk_tokens or CUDA_PREFILL_TOKENS,
         interactive_slots=interactive_slots(rows),
     )
 
@@ -108,7 +110,8 @@ def _open_cpu(artifact: Artifact, settings: EngineSettings, report: Callable[[st
 
 def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[str, int, int], None]) -> PagedEngine:
     """The engine closes the runner, and the runner gives the weights back: whoever has the engine has it all."""
-    from workers.engine.cuda import CudaRunner, upload_weights  # with ONNX, half a second that a CPU need not wait
+    # Here, for with them comes ONNX: half a second that a CPU need not wait.
+    from workers.engine.cuda import CudaRunner, cuda_row_buckets, upload_weights
     from workers.models.cuda_graph import artifact_entries, stored_weights
 
     load_libraries()
@@ -117,6 +120,7 @@ def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[s
     if artifact.dtype != dtype:
         log.info("weights_rounded", stored=artifact.dtype, used=dtype)
     rows, context_length = settings.max_batch_size or CUDA_ROWS, _context_length(artifact, settings)
+    reserve = interactive_slots(rows)
     # No prefill computes more than all rows hold.
     prefill_tokens = min(settings.prefill_chunk_tokens or CUDA_PREFILL_TOKENS, rows * context_length)
     entries = artifact_entries(artifact.model_path)
@@ -129,7 +133,8 @@ def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[s
             weights.tensors,
             dtype=dtype,
             rotary_length=artifact.context_length,
-            max_rows=rows,
+            max_rows=rows + reserve,
+            row_buckets=cuda_row_buckets(rows, reserve),
             context_length=context_length,
             prefill_tokens=prefill_tokens,
             memory_bytes=settings.kv_cache_mib << 20 or None,
@@ -147,6 +152,7 @@ def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[s
         stop_token_ids=artifact.tokenizer.stop_token_ids,
         prefill_budget_tokens=prefill_tokens,
         prefix_reuse=settings.prefix_reuse,
+        interactive_rows=reserve,
         report=report,
     )
 

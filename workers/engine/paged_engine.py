@@ -33,9 +33,12 @@ from workers.engine.request import (
 from workers.engine.scheduler import (
     Int32s,
     bucket_for,
+    count_preempted,
+    goes_first,
     holds_admission,
     plan_pieces,
     prefers_prefill,
+    put_back,
     shared_prefix,
 )
 
@@ -234,6 +237,7 @@ class _Places:
         self.is_ready = np.zeros(count, dtype=bool)  # has its prompt computed
         self.obeys_stop = np.zeros(count, dtype=bool)
         self.is_attentive = np.zeros(count, dtype=bool)  # each of its tokens is looked at by the host
+        self.is_interactive = np.zeros(count, dtype=bool)
         self.tables = np.full((count, max_blocks), SCRATCH_BLOCK, dtype=np.int32)
         self.block_counts = np.zeros(count, dtype=np.int64)
         self.expected_blocks = np.zeros(count, dtype=np.int64)
@@ -266,6 +270,7 @@ class _Places:
         self.is_ready[place] = False
         self.obeys_stop[place] = not sampling.ignore_eos
         self.is_attentive[place] = row.request.on_token is not None or extras
+        self.is_interactive[place] = row.request.is_interactive
         self.steps[place] = self.shared_rows[place] = 0
         self.is_plain[place] = is_greedy and not extras
         self.wants_extras[place] = extras
@@ -288,7 +293,7 @@ class _Places:
         row.shared_rows += int(self.shared_rows[place])
         self.tables[place, : self.block_counts[place]] = SCRATCH_BLOCK
         self.block_counts[place] = self.expected_blocks[place] = 0
-        self.is_live[place] = self.is_ready[place] = False
+        self.is_live[place] = self.is_ready[place] = self.is_interactive[place] = False
         self.rows[place] = None
         self.free.append(place)
         row.place = -1
@@ -326,7 +331,9 @@ class PagedEngine(StepLoop[_Row]):
     prefill_burst_tokens: prompt tokens between two decode steps at most. prefill_wanted_tokens: where not all that wait
     can be admitted, prompts are admitted this many tokens at a time. prefix_reuse: share blocks of equal beginnings.
     least_copied_tokens: where a beginning ends within a block, so many of its tokens are worth a copy, and a wait for a
-    row that is about to compute them.
+    row that is about to compute them. interactive_rows: of the runner's rows, those that other requests leave free.
+    interactive_burst_tokens: prompt tokens in one step, and between two decode steps, while an interactive request is
+    in hand.
     Raises what `runner.start` raises.
     """
 
@@ -340,9 +347,11 @@ class PagedEngine(StepLoop[_Row]):
         prefill_wanted_tokens: int = 2048,
         prefix_reuse: bool = True,
         least_copied_tokens: int = 16,
+        interactive_rows: int = 0,
+        interactive_burst_tokens: int = 2048,
         report: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        super().__init__(max_batch_size=runner.max_rows, context_length=runner.context_length)
+        super().__init__(max_batch_size=runner.max_rows - interactive_rows, context_length=runner.context_length)
         self._runner = runner
         self._report = report
         self._prefill_budget_tokens = prefill_budget_tokens
@@ -350,6 +359,8 @@ class PagedEngine(StepLoop[_Row]):
         self._prefill_wanted_tokens = min(prefill_wanted_tokens, prefill_budget_tokens)
         self._prefix_reuse = prefix_reuse
         self._least_copied_tokens = least_copied_tokens
+        self._interactive_rows = interactive_rows
+        self._interactive_burst_tokens = interactive_burst_tokens
         self._stop_token_ids = [token for token in stop_token_ids if token < runner.vocab_size]
         self._is_stop = np.zeros(runner.vocab_size, dtype=bool)
         self._is_stop[self._stop_token_ids] = True
@@ -362,6 +373,8 @@ class PagedEngine(StepLoop[_Row]):
         self._answer_share = 1.0  # of the new tokens allowed, those that answers took, a running mean
         self._next_sweep_at = 0.0
         self._running = 0
+        self._interactive_running = 0
+        self._is_turn_of_bulk = False  # which kind is admitted next where both wait and neither goes first
         self._preemptions = 0
         self._start()
 
@@ -415,7 +428,7 @@ class PagedEngine(StepLoop[_Row]):
         places = self._places.decoding()
         if not places.size:
             self._undecoded = 0
-        can_prefill = bool(self._prefilling) and self._undecoded < self.max_batch_size
+        can_prefill = bool(self._prefilling) and self._undecoded < self._most_undecoded()
         if prefers_prefill(
             can_prefill=can_prefill, can_decode=places.size > 0, burst_left_tokens=self._burst_left_tokens
         ):
@@ -440,47 +453,143 @@ class PagedEngine(StepLoop[_Row]):
     # --- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give places and blocks to waiting requests, oldest first.
+        """Give places and blocks to waiting requests, interactive ones and then the oldest first.
 
-        A request whose beginning an admitted row is about to compute is passed over until it can share it.
+        A request whose beginning an admitted row is about to compute is passed over until it can share it. For an
+        interactive one that `goes_first`, bulk rows are preempted where blocks are short.
         """
-        if not self._waiting or not self._places.free or self._waits_for_room():
+        if not self._waiting or not self._places.free:
             return
-        passed_over: deque[_Row] = deque()
+        is_interactive = self._waiting[0].request.is_interactive
+        holds_bulk = self._bulk_places() <= 0 or self._waits_for_room()
+        if holds_bulk and not is_interactive:
+            return
         copies: list[BlockCopy] = []
-        seated: list[_Row] = []
+        copying: list[_Row] = []
+        passed_over: deque[_Row] = deque()
+        try:
+            self._fill_places(holds_bulk, passed_over, copies, copying)
+        finally:
+            self._waiting.extendleft(reversed(passed_over))
+        if copies:
+            try:
+                self._runner.copy_blocks(copies)
+            except Exception as error:
+                self._fail_run(copying, error)
+            finally:
+                self._pool.release([copy.source for copy in copies])
+
+    def _fill_places(
+        self, holds_bulk: bool, passed_over: deque[_Row], copies: list[BlockCopy], copying: list[_Row]
+    ) -> None:
+        """Seat waiting rows until one must wait for room. Adds to the last three: see `_admit`."""
+        takes_turns = False
         looks = self.max_batch_size * _LOOKAHEAD_PER_ROW
         while self._waiting and self._places.free and looks:
-            looks -= 1
             row = self._waiting.popleft()
-            usable = row.digests[: (len(row.context) - 1) // self._pool.block_size]
-            shared = self._pool.match(usable)
-            if len(shared) < len(usable) and usable[len(shared)] in self._computing:
+            is_interactive = row.request.is_interactive
+            if not is_interactive and (holds_bulk or self._bulk_places() <= 0):
+                self._waiting.appendleft(row)  # what comes behind it is no interactive request either
+                return
+            is_first = is_interactive and self._goes_first(row)
+            if is_interactive and not is_first and self._is_turn_of_bulk and self._bulk_waits():
+                takes_turns = True
                 passed_over.append(row)
                 continue
-            tail, length = self._find_tail(row, shared)
-            if tail is not None and not tail.is_computed:
+            looks -= 1
+            beginning = self._find_beginning(row)
+            if beginning is None:
                 passed_over.append(row)
                 continue
+            shared, tail, length = beginning
             if tail is not None and not self._fits(row, shared, held=(tail.block,)):
                 tail = None
             if tail is None and not self._fits(row, shared):
                 self._waiting.appendleft(row)
-                break
+                if is_first and self._make_way(row, shared):
+                    continue
+                return
             if tail is not None:
                 self._pool.hold(tail.block)  # until it is copied, or taking blocks could forget it
             self._seat(row, shared, copied=length if tail is not None else 0)
             if tail is not None:
                 copies.append(BlockCopy(tail.block, row.blocks[len(shared)], length))
-                seated.append(row)
-        self._waiting.extendleft(reversed(passed_over))
-        if copies:
-            try:
-                self._runner.copy_blocks(copies)
-            except Exception as error:
-                self._fail_run(seated, error)
-            finally:
-                self._pool.release([copy.source for copy in copies])
+                copying.append(row)
+            if not is_first:
+                self._is_turn_of_bulk = is_interactive
+                if takes_turns:
+                    return
+
+    def _find_beginning(self, row: _Row) -> tuple[list[int], Tail | None, int] | None:
+        """Blocks to share, the block to copy the next positions from, and how many; None if the row had better wait."""
+        usable = row.digests[: (len(row.context) - 1) // self._pool.block_size]
+        shared = self._pool.match(usable)
+        if len(shared) < len(usable) and self._is_awaited(row, usable[len(shared)]):
+            return None
+        tail, length = self._find_tail(row, shared)
+        if tail is not None and not tail.is_computed:
+            return None if self._is_awaited(row, tail) else (shared, None, 0)
+        return shared, tail, length
+
+    def _bulk_places(self) -> int:
+        """Places that requests for which nobody waits may take."""
+        bulk = self._running - self._interactive_running
+        return min(len(self._places.free), self.max_batch_size - bulk)
+
+    def _bulk_waits(self) -> bool:
+        return bool(self._waiting) and not self._waiting[-1].request.is_interactive  # interactive ones come first
+
+    def _goes_first(self, row: _Row) -> bool:
+        places = self._places
+        held = np.maximum(places.block_counts, places.expected_blocks)[places.is_interactive]
+        return goes_first(
+            rows=self._interactive_running,
+            blocks=int(held.sum()),
+            wanted_blocks=self._expected_blocks(row),
+            reserved_rows=self._interactive_rows,
+            all_blocks=self._pool.count - 1,
+        )
+
+    def _is_awaited(self, row: _Row, content: Digest | Tail) -> bool:
+        """Whether a row had better wait for a content that another is about to compute.
+
+        An interactive one waits for nobody but its like: bulk prompts may come long after it.
+        """
+        if not row.request.is_interactive:
+            return isinstance(content, Tail) or content in self._computing
+        others = [other for other in self._prefilling if other.request.is_interactive]
+        if isinstance(content, Tail):
+            return any(content.block in other.blocks for other in others)
+        return any(content in other.digests[other.registered :] for other in others)
+
+    def _make_way(self, row: _Row, shared: Sequence[int]) -> bool:
+        """Preempt the youngest bulk rows for an interactive request; False if that would not make room for it.
+
+        The oldest bulk row is left alone, so that there is always one that comes to its end.
+        """
+        if not self._count_in_the_way(row, shared):
+            return False
+        self._read_all()  # which may end rows
+        if self._fits(row, shared):
+            return True
+        for other in self._youngest_bulk()[: self._count_in_the_way(row, shared)]:
+            log.info("request_preempted", running=self._running, waiting=len(self._waiting), reason="interactive")
+            self._preempt(other)
+        return self._fits(row, shared)
+
+    def _count_in_the_way(self, row: _Row, shared: Sequence[int]) -> int:
+        pool, places = self._pool, self._places
+        room = pool.available - pool.idle_among(shared) - self._growth()
+        others = self._youngest_bulk()[:-1]
+        at = [other.place for other in others]
+        growth = np.maximum(places.expected_blocks[at] - places.block_counts[at], 0).tolist()
+        freed = pool.count_freed([other.blocks for other in others])
+        gains = [blocks + grown for blocks, grown in zip(freed, growth, strict=True)]
+        return count_preempted(self._expected_blocks(row) - len(shared) - room, gains)
+
+    def _youngest_bulk(self) -> list[_Row]:
+        rows = [row for row in self._admitted() if not row.request.is_interactive]
+        return sorted(rows, key=lambda row: row.sequence, reverse=True)
 
     def _find_tail(self, row: _Row, shared: Sequence[int]) -> tuple[Tail | None, int]:
         """The block to copy the row's next positions from, and how many; None where that is not worth a copy."""
@@ -502,7 +611,7 @@ class PagedEngine(StepLoop[_Row]):
         admissible = tokens = 0
         for row in self._waiting:
             room -= self._expected_blocks(row)
-            if room < 0 or admissible >= len(self._places.free) or tokens >= self._prefill_wanted_tokens:
+            if room < 0 or admissible >= self._bulk_places() or tokens >= self._prefill_wanted_tokens:
                 break
             admissible += 1
             tokens += len(row.context)
@@ -558,15 +667,25 @@ class PagedEngine(StepLoop[_Row]):
             for index in range(len(shared), len(row.blocks)):
                 tokens = row.context[index * size : (index + 1) * size]
                 self._pool.note_tail(row.blocks[index], row.parent(index), tokens)
-        self._prefilling.append(row)
         self._running += 1
+        if not row.request.is_interactive:
+            self._prefilling.append(row)
+            return
+        self._interactive_running += 1
+        ahead = sum(other.request.is_interactive for other in self._prefilling)
+        self._prefilling.insert(ahead, row)
+        self._burst_left_tokens = self._within_interactive_burst(self._burst_left_tokens)
+
+    def _within_interactive_burst(self, tokens: int) -> int:
+        return min(tokens, self._interactive_burst_tokens) if self._interactive_running else tokens
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
         places = self._places
-        rows = self._prefilling[: self.max_batch_size - self._undecoded]
-        pieces = plan_pieces([len(row.context) - row.computed for row in rows], self._prefill_budget_tokens)
+        rows = self._prefilling[: self._most_undecoded() - self._undecoded]
+        budget = self._within_interactive_burst(self._prefill_budget_tokens)
+        pieces = plan_pieces([len(row.context) - row.computed for row in rows], budget)
         rows = rows[: len(pieces)]
         ends = [row.computed + piece for row, piece in zip(rows, pieces, strict=True)]
         at = np.array([row.place for row in rows], dtype=np.int64)
@@ -603,6 +722,10 @@ class PagedEngine(StepLoop[_Row]):
         self._flight.append(_Step(ticket, done, at, is_prefill=True))
         self._steps += 1
 
+    def _most_undecoded(self) -> int:
+        """Prompts that may end before a decode step: the runner keeps the tokens of so many."""
+        return self.max_batch_size + min(self._interactive_running, self._interactive_rows)
+
     def _register(self, row: _Row) -> None:
         """Let others share the prompt blocks whose computation is launched."""
         size = self._pool.block_size
@@ -630,7 +753,7 @@ class PagedEngine(StepLoop[_Row]):
             sharing, prefix = self._shared_prefix(wanted)
             if not wanted.size or not self._grow_tables(wanted, sharing):
                 return
-        self._burst_left_tokens = self._prefill_burst_tokens
+        self._burst_left_tokens = self._within_interactive_burst(self._prefill_burst_tokens)
         self._undecoded = 0
         parts = [(wanted[sharing], prefix), (wanted[~sharing], 0)]
         if not self._is_safe_first(wanted[sharing], wanted[~sharing], is_prefix=True):
@@ -709,17 +832,20 @@ class PagedEngine(StepLoop[_Row]):
         return True
 
     def _make_room(self) -> None:
-        """Read all that is in flight, which may end rows; if that frees nothing, preempt the youngest row."""
+        """Read all that is in flight, which may end rows; if that frees nothing, preempt the youngest bulk row.
+
+        An interactive one goes only where there is no other.
+        """
         self._read_all()
         while not self._pool.available:
             rows = self._admitted()
             assert len(rows) > 1, "one row alone always fits"
-            youngest = max(rows, key=lambda row: row.sequence)
+            youngest = max(rows, key=lambda row: (not row.request.is_interactive, row.sequence))
             log.info("request_preempted", running=self._running, waiting=len(self._waiting))
             self._preempt(youngest)
 
     def _preempt(self, row: _Row) -> None:
-        """Take a row's blocks and let it wait at the head of the line, to compute its context again."""
+        """Take a row's blocks and let it wait at the head of its line, to compute its context again."""
         self._preemptions += 1
         self._stop_computing(row)
         row.answered = self._places.answer(row)
@@ -727,7 +853,7 @@ class PagedEngine(StepLoop[_Row]):
         self._vacate(row)
         row.blocks = []
         row.digests = chain_digests(row.context, self._pool.block_size, row.digests) if self._prefix_reuse else []
-        self._waiting.appendleft(row)
+        put_back(self._waiting, row)
 
     def _sampling(self, at: Int64s, *, is_prefill: bool) -> SamplingArrays | None:
         places = self._places
@@ -847,6 +973,7 @@ class PagedEngine(StepLoop[_Row]):
         pool.release(row.blocks)
         places.leave(row)
         self._running -= 1
+        self._interactive_running -= row.request.is_interactive
 
 
 def _is_greedy(sampling: SamplingParameters) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -142,7 +142,8 @@ def _grow_group(seed: PrefillRow, by_slot: dict[int, PrefillRow], planned: set[i
 
 def interactive_slots(max_batch_size: int) -> int:
     """Slots beyond the batch's that only interactive requests may take, so that these need not wait for a bulk row's
-    end: one in sixteen costs that much more KV cache and, as long as none comes, no time."""
+    end: one in sixteen costs that much more KV cache (on a GPU, where they are rows, none) and, as long as none comes,
+    no time."""
     return max(1, max_batch_size // 16)
 
 
@@ -152,8 +153,16 @@ def line_up(waiting: deque[AnyRow], arrived: Iterable[AnyRow]) -> None:
         if not row.request.is_interactive:
             waiting.append(row)
             continue
-        ahead = sum(1 for _ in takewhile(lambda other: other.request.is_interactive, waiting))
-        waiting.insert(ahead, row)
+        waiting.insert(_interactive_ahead(waiting), row)
+
+
+def put_back(waiting: deque[AnyRow], row: AnyRow) -> None:
+    """Put a row that was admitted before back into the line, ahead of all others of its kind."""
+    waiting.insert(0 if row.request.is_interactive else _interactive_ahead(waiting), row)
+
+
+def _interactive_ahead(waiting: Iterable[AnyRow]) -> int:
+    return sum(1 for _ in takewhile(lambda row: row.request.is_interactive, waiting))
 
 
 def waits_for_prefix(prompt: TokenIds, cached: int, being_computed: Sequence[TokenIds]) -> bool:
@@ -217,6 +226,27 @@ def shared_prefix(
         if counts.max() >= min_rows:
             return is_able & (tables[:, blocks - 1] == ends[counts.argmax()]), blocks
     return np.zeros(len(lengths), dtype=bool), 0
+
+
+def goes_first(*, rows: int, blocks: int, wanted_blocks: int, reserved_rows: int, all_blocks: int) -> bool:
+    """Whether an interactive request is admitted at once, bulk rows being preempted if need be.
+
+    rows, blocks: what interactive requests have. wanted_blocks: what this one is expected to take. Beyond the reserve,
+    or half of the blocks, interactive requests take turns with bulk ones, so that neither keeps the other out for ever.
+    """
+    return rows < reserved_rows and blocks + wanted_blocks <= all_blocks // 2
+
+
+def count_preempted(wanted_blocks: int, gains: Sequence[int]) -> int:
+    """How many rows must be preempted to gain so many blocks, at least one: the fewest; 0 if all would not do.
+
+    gains: blocks that each row's end makes available, the row that is to go first coming first.
+    """
+    assert wanted_blocks > 0
+    for count, gained in enumerate(accumulate(gains), start=1):
+        if gained >= wanted_blocks:
+            return count
+    return 0
 
 
 def holds_admission(

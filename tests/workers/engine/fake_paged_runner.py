@@ -38,6 +38,7 @@ class FakePagedRunner:
         max_rows: int,
         context_length: int,
         *,
+        reserved_rows: int = 0,
         prefix_tokens: tuple[int, ...] = (),
         copies_blocks: bool = True,
         seed: int = 0,
@@ -47,8 +48,10 @@ class FakePagedRunner:
         self.copies_fail = False
         self.block_size = block_size
         self.context_length = context_length
-        self.max_rows = max_rows
         self.row_buckets = [bucket for bucket in (1, 2, 4, 8, 16, 32, 64) if bucket < max_rows] + [max_rows]
+        if reserved_rows:
+            self.row_buckets.append(max_rows + reserved_rows)
+        self.max_rows = max_rows = max_rows + reserved_rows
         widest = -(-context_length // block_size)
         self.table_widths = [width for width in (1, 2, 4, 8, 16, 32, 64) if width < widest] + [widest]
         self.prefix_tokens = [tokens for tokens in prefix_tokens if tokens % block_size == 0]
@@ -62,6 +65,7 @@ class FakePagedRunner:
         self.random = random.Random(seed)
         self.prefilled_tokens = 0
         self.prefix_rows = 0
+        self.calls: list[PagedPrefill | PagedDecode] = []
         self.decode_shapes: list[tuple[int, int]] = []  # (bucket, rows)
         self.most_in_flight = 0
         self.fail_on_token: int | None = None
@@ -82,6 +86,7 @@ class FakePagedRunner:
         assert call.lengths.min() > 0
         assert call.block_table.max() < len(self.cache) and call.block_table.min() >= 0
         self.prefilled_tokens += len(call.token_ids)
+        self.calls.append(call)
         count = len(call.finishing)
         if self.ring_at + count > 2 * self.max_rows:
             self.ring_at = 0
@@ -108,6 +113,7 @@ class FakePagedRunner:
         assert count <= call.rows and call.rows in self.row_buckets
         assert call.block_table.shape == (count, call.table_width) and call.table_width in self.table_widths
         assert call.block_table.max() < len(self.cache) and call.block_table.min() >= 0
+        self.calls.append(call)
         self.decode_shapes.append((call.rows, count))
         shared = len(call.prefix_blocks) * self.block_size
         loads_prefix = shared > 0 and call.prefix_digest != self.loaded_prefix

@@ -180,3 +180,24 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+
+
+def test_blocks_that_several_tables_share_are_free_with_the_last_of_them() -> None:
+    pool = BlockPool(20, 4)
+    shared = pool.take(2)
+    assert shared is not None
+    for block, digest in zip(shared, (b"1", b"2"), strict=True):
+        pool.register(block, digest)
+    tables = []
+    for own in (1, 2, 3):
+        taken = pool.take(own)
+        assert taken is not None
+        tables.append([*shared, *taken])
+    for _ in tables[1:]:
+        pool.share(shared)
+    assert pool.count_freed(tables[:2]) == [1, 2], "the third still reads what they share"
+    assert pool.count_freed(tables) == [1, 2, 5]
+    before = pool.available
+    for table in tables:
+        pool.release(table)
+    assert pool.available - before == 8

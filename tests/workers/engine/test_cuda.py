@@ -6,10 +6,14 @@ for real, on the CPU.
 """
 
 import ctypes
+import dataclasses
 import enum
+import gc
 import itertools
+import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +23,12 @@ import onnx
 import onnxruntime
 import pytest
 
+from benchmarks import gpu as benchmark
+from benchmarks.mixed_load import Mix, compare_alone, run_mixed_load
 from jobs.settings import EngineSettings
 from tests.checkpoints import DESCRIPTION, random_weights, save_huggingface
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
+from tests.workers.nvml import Machine, gpu, load_fake_nvml
 from workers.engine import cuda
 from workers.engine.blocks import block_size_for
 from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths
@@ -452,8 +459,17 @@ def test_the_cache_takes_what_is_free_unless_told_otherwise(device: PretendedCud
 def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     """A random one in float32, which is rounded as it is loaded; converted before the device is pretended."""
     monkeypatch.setattr("workers.engine.opening.load_libraries", lambda: None)
-    source = save_huggingface(tmp_path / "source", DESCRIPTION, random_weights(DESCRIPTION))
-    return convert(str(source), tmp_path / "artifact", dtype="float32", cache=tmp_path)
+    return _convert_random(tmp_path, DESCRIPTION)
+
+
+@pytest.fixture
+def longer_artifact(tmp_path: Path) -> Artifact:
+    return _convert_random(tmp_path, dataclasses.replace(DESCRIPTION, context_length=512))
+
+
+def _convert_random(folder: Path, description: ModelDescription) -> Artifact:
+    source = save_huggingface(folder / "source", description, random_weights(description))
+    return convert(str(source), folder / "artifact", dtype="float32", cache=folder)
 
 
 def test_an_artifact_becomes_a_running_engine_and_leaves_nothing_behind(
@@ -502,6 +518,7 @@ def test_buckets_grow_by_a_quarter_and_end_at_the_maximum() -> None:
         assert buckets[-1] == max_rows
         assert list(buckets) == sorted(set(buckets))
         assert all(above <= below * 1.5 for below, above in itertools.pairwise(buckets) if below >= 16)
+    assert cuda_row_buckets(512, 32) == (*cuda_row_buckets(512), 544), "a reserve changes nothing below it"
     assert cuda_table_widths(20) == (2, 4, 8, 16, 20)
     assert cuda_table_widths(1) == (2,)
 
@@ -610,3 +627,58 @@ def test_the_sampler_draws_what_the_cpu_flavour_draws(with_extras: bool) -> None
             assert answers[3][row, :3] == pytest.approx([value for _, value in logprobs.top], abs=1e-4)
         for row, (token, _) in enumerate(wanted):
             said[row].append(token)
+
+
+# --- under load, and measured ------------------------------------------------------------------------------------
+
+
+def test_a_mixed_load_is_answered_right_through_the_runner(artifact: Artifact, device: PretendedCuda) -> None:
+    """The load that a GPU is soaked with: `open_engine`, the reserve for interactive requests, samplers with extras."""
+    settings = EngineSettings(max_batch_size=6, shared_prefix_tokens="16,32", kv_cache_mib=1)
+    engine = open_engine(artifact, settings, "cuda")
+    assert isinstance(engine, PagedEngine)
+    assert engine._runner.max_rows == 7
+    mix = Mix([n * n % VOCAB_SIZE for n in range(200)], longest_prompt=40, longest_answer=15)
+    report = run_mixed_load(engine, mix, seconds=2, seed=3, sample_size=1000)
+    engine.close(drain=True)
+    assert not report.wrong
+    alone = open_engine(artifact, EngineSettings(max_batch_size=1, prefix_reuse=False), "cuda")
+    agreement = compare_alone(alone, report.sample, stop_token_ids=artifact.tokenizer.stop_token_ids, tie=0.0)
+    alone.close()
+    assert agreement.identical == len(report.sample) > 0
+    assert not agreement.wrong
+    assert not device.memory and not device.objects
+
+
+def test_the_benchmark_tells_every_figure_that_it_measured(
+    longer_artifact: Artifact,
+    device: PretendedCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a pretended device, which NVML shows; its speeds mean nothing."""
+    nvml = load_fake_nvml()
+    Machine(tmp_path / "machine.json", [gpu(0, utilization=97)]).write()
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(benchmark, "watched_device", partial(benchmark.watched_device, nvml))
+    monkeypatch.setattr(benchmark, "load_libraries", lambda: None)
+    monkeypatch.setattr(benchmark, "load_operators", lambda *_: None)
+    peer = {"results": {"one": [{"requests_per_s": 1e-9}, {"requests_per_s": 2e-9}]}}
+    (tmp_path / "peer.txt").write_text(f"a table\n{json.dumps(peer)}\n")
+    try:
+        benchmark.main(
+            f"--artifact {longer_artifact.path} --workloads one mixed --minutes 0.02 --max-rows 4 --kv-cache-mib 1 "
+            f"--context-length 256 --prefix-tokens --prefill-tokens 256 --peer {tmp_path / 'peer.txt'}".split()
+        )
+    finally:
+        gc.unfreeze()
+    printed = capsys.readouterr().out
+    report = json.loads(printed.strip().splitlines()[-1])
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    assert figures["one request alone, of the peer's time"]["is_met"] is True
+    assert figures["mixed, growth of device memory, MiB"]["measured"] == 0.0
+    assert 0 < figures["KV cache, of what the weights leave"]["measured"] <= 1.0
+    assert report["results"]["mixed"]["runs"][0]["device"]["utilization_percent"] == 97
+    assert "start, seconds" in printed
+    assert not device.memory and not device.objects

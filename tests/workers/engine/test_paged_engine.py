@@ -27,7 +27,7 @@ def make_engine(runner: FakePagedRunner, **options: object) -> PagedEngine:
 
 
 def ask(prompt: list[int], max_tokens: int = 8, **options: object) -> GenerationRequest:
-    request_options = {key: options.pop(key) for key in ("deadline", "on_token") if key in options}
+    request_options = {key: options.pop(key) for key in ("deadline", "on_token", "is_interactive") if key in options}
     return GenerationRequest(
         prompt,
         SamplingParameters(max_tokens=max_tokens, **options),  # type: ignore[arg-type]
@@ -51,6 +51,7 @@ def pool_of(engine: PagedEngine) -> tuple[int, int]:
     prefix_reuse=st.booleans(),
     reads_once=st.booleans(),
     least_copied=st.sampled_from([1, 3, 16]),
+    reserve=st.sampled_from([0, 2]),
     count=st.integers(1, 50),
 )
 def test_every_request_gets_the_answer_it_would_get_alone(
@@ -63,14 +64,19 @@ def test_every_request_gets_the_answer_it_would_get_alone(
     prefix_reuse: bool,
     reads_once: bool,
     least_copied: int,
+    reserve: int,
     count: int,
 ) -> None:
     """Batching, chunks, shared blocks, preemption, look-ahead and padding are invisible: what all else serves."""
     rng = random.Random(seed)
     prefix_tokens = (4, 16, 32) if reads_once else ()
-    runner = FakePagedRunner(blocks, block_size, max_rows, 100, prefix_tokens=prefix_tokens, seed=seed)
+    runner = FakePagedRunner(
+        blocks, block_size, max_rows, 100, reserved_rows=reserve, prefix_tokens=prefix_tokens, seed=seed
+    )
     engine = make_engine(
         runner,
+        interactive_rows=reserve,
+        interactive_burst_tokens=20,
         prefill_budget_tokens=budget,
         prefill_burst_tokens=burst,
         prefill_wanted_tokens=40,
@@ -86,7 +92,8 @@ def test_every_request_gets_the_answer_it_would_get_alone(
         head = shared[: rng.randrange(30)] if rng.random() < 0.6 else []
         prompt = head + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))]
         max_tokens = rng.randrange(1, 60)
-        asked.append((prompt, max_tokens, engine.submit(ask(prompt, max_tokens))))
+        request = ask(prompt, max_tokens, is_interactive=rng.random() < 0.3)
+        asked.append((prompt, max_tokens, engine.submit(request)))
         if rng.random() < 0.1:
             time.sleep(0.001)
     for prompt, max_tokens, future in asked:
