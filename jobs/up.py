@@ -56,7 +56,7 @@ LOOK_S = 0.25
 TOP_UP_EVERY_S = 0.5
 SWEEP_EVERY_S = 2.0
 # Between two looks at whether the database has changed at all (SQLite): each is a wake-up and some microseconds.
-NEWS_LOOK_S = 0.05
+NEWS_LOOK_S = 0.1
 # Commits after so long without one are news, and so is their end after as long: work has come, work is done.
 QUIET_S = 0.1
 # When work comes, so many commits in a row are looked at: the first is the batch, those that follow have its lines.
