@@ -350,11 +350,10 @@ def tally_of(mill: Mill, ledger: Ledger) -> Tally:
 
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("database", "queue", "minutes"), [("sqlite", "embedded", 5), ("postgres", "log", 5)])
+@pytest.mark.parametrize(("database", "queue", "minutes"), [("sqlite", "embedded", 10), ("postgres", "log", 5)])
 def test_bulk_and_chat_while_gateway_workers_and_queue_are_killed(
     make_mill: MakeMill, record: Record, database: str, queue: str, minutes: float
 ) -> None:
-    """Ten minutes in all."""
     mill = make_mill(database, queue, faults=[SOON], seed=50)
     ledger = run_load(mill, seconds=minutes * 60 * SCALE, gateways=2, workers=2, lines_of_one=300)
     for kind, count in sorted(ledger.answered.items()):
