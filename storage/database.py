@@ -32,6 +32,9 @@ SCHEMA_REVISION = "0003"
 BUSY_TIMEOUT_S = 30.0
 # Between two looks at SQLite's write lock while another process has it.
 SHORTEST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.0003, 0.005
+# A Postgres transaction that has said nothing for so long has lost its process, or the machine that this ran on: the
+# server ends it, and with it the locks that everybody else waits for. Ours are silent for milliseconds.
+SILENT_TRANSACTION_S = 60.0
 # Idle for longer than this, a Postgres connection is tried out before it is used.
 PING_AFTER_S = 1.0
 # Every 30 s the offset between this host's steady clock and the database server's clock is measured anew.
@@ -378,6 +381,13 @@ def _postgres_engine(url: URL, shown: str) -> Engine:
             code="database_driver_missing",
         ) from error
 
+    @event.listens_for(engine, "connect")
+    def prepare(dbapi_connection: Any, _record: object) -> None:
+        # Not as an option of the connection, which PgBouncer refuses.
+        dbapi_connection.autocommit = True
+        dbapi_connection.execute(f"SET idle_in_transaction_session_timeout = {SILENT_TRANSACTION_S * 1000:.0f}")
+        dbapi_connection.autocommit = False
+
     # A connection that has lain idle is tried before it is used, so that a restarted server costs a quiet reconnect.
     # Trying each time (SQLAlchemy's own pre-ping) would cost a round trip for every transaction.
     @event.listens_for(engine, "checkin")
@@ -475,8 +485,9 @@ def _explain_postgres(said: str, sqlstate: str, shown: str, error: exc.DBAPIErro
         return StorageError(f"database {shown}: {said}", code="database_busy", retryable=True)
     if sqlstate.startswith("23"):
         return StorageError(f"database {shown}: {said.split(' DETAIL:')[0]}", code="constraint_violated")
-    # Class 08: connection; 57P0x: the server is shutting down or starting up; 53300: too many connections.
-    lost = error.connection_invalidated or sqlstate[:2] in ("08", "53", "57")
+    # Class 08: connection; 57P0x: the server is shutting down or starting up; 53300: too many connections; 25P03: the
+    # transaction was silent for too long.
+    lost = error.connection_invalidated or sqlstate[:2] in ("08", "53", "57") or sqlstate == "25P03"
     if lost or (not sqlstate and isinstance(error, exc.OperationalError)):
         return StorageError(
             f"database {shown} cannot be reached ({said}); check that the server runs and that PROMPTMILL_DATABASE_URL "

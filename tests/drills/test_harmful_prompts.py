@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import byte_level_tokenizer
 from tests.drills.conftest import MakeMill, Record, scaled
+from tests.drills.mill import Mill
 
 # In no other prompt, and known to the planted fault by its bytes: the drills' tokenizer has one token for each.
 DEADLY = "~~!!~~ "
@@ -60,7 +64,7 @@ def test_a_zombie_writes_after_its_leases_ran_out(make_mill: MakeMill, record: R
         mill.keep_busy(4000)
         victim = mill.pick_busy_worker()
         assert victim in [worker.pid for worker in workers]
-        mill.inject(lambda victim=victim: os.kill(victim, signal.SIGSTOP))
+        mill.inject(lambda victim=victim: freeze(mill, victim))
         name = f"null%@%-{victim}"
         mill.wait(lambda name=name: mill.scalar(HELD, name=name) == 0, "the end of its leases")
         time.sleep(mill.random.uniform(0.0, 1.0))
@@ -69,3 +73,24 @@ def test_a_zombie_writes_after_its_leases_ran_out(make_mill: MakeMill, record: R
     mill.wait_until_done()
     assert mill.events()["leases_expired"]
     record(mill, "zombie worker (SIGSTOP past its leases)")
+
+
+def freeze(mill: Mill, pid: int) -> None:
+    """Stop a process, but not in the midst of a write: it would keep SQLite's one write lock until it goes on."""
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        if not mill.database.is_sqlite or may_be_written(mill.home / "promptmill.db"):
+            return
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(mill.random.uniform(0.0, 0.05))
+
+
+def may_be_written(path: Path) -> bool:
+    """Whether SQLite's write lock becomes free within a second."""
+    with contextlib.closing(sqlite3.connect(path, timeout=1.0, isolation_level=None)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        connection.execute("ROLLBACK")
+        return True

@@ -17,9 +17,18 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 import storage.migrations
-from storage.database import SCHEMA_REVISION, Database, check_schema, open_database, schema_revision, upgrade_schema
+from storage.database import (
+    DISPATCH_LOCK,
+    SCHEMA_REVISION,
+    Database,
+    check_schema,
+    open_database,
+    schema_revision,
+    upgrade_schema,
+)
 from storage.errors import StorageError
 from storage.models import METADATA
+from tests.conftest import wait_until
 
 
 def test_the_migrations_make_exactly_the_tables_of_the_models(database: Database) -> None:
@@ -364,3 +373,23 @@ def test_a_connection_cut_in_the_middle_is_a_passing_error(postgres_url: str, po
         )
         connection.execute(text("SELECT 1"))
     assert (raised.value.code, raised.value.retryable) == ("database_unreachable", True)
+
+
+def test_a_transaction_whose_process_is_frozen_lets_go_of_its_locks(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.database.SILENT_TRANSACTION_S", 0.5)
+    with open_database(postgres_url) as frozen, open_database(postgres_url) as other:
+        with pytest.raises(StorageError) as raised, frozen.write() as connection:
+            assert frozen.try_lock(connection, DISPATCH_LOCK)
+
+            def is_free() -> bool:
+                with other.write() as waiting:
+                    return other.try_lock(waiting, DISPATCH_LOCK)
+
+            assert not is_free()
+            wait_until(is_free, what="the end of the silent transaction")
+            connection.execute(text("SELECT 1"))
+        assert (raised.value.code, raised.value.retryable) == ("database_unreachable", True)
+        with frozen.write() as connection:
+            assert frozen.try_lock(connection, DISPATCH_LOCK), "the next transaction is as good as ever"
