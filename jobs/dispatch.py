@@ -414,12 +414,13 @@ def _restock(
     supply.read += len(fresh)
     supply.is_dry = len(fresh) < rows
     left = len(delayed) + len(fresh) if supply.is_dry else batch.remaining_requests - supply.read + len(fresh)
+    chunk_size = 1 if batch.is_interactive else worthwhile_chunk(hunger.fleet, settings.chunk_size)
     anywhere = frozenset[str]()
     for pending, places in ((delayed, anywhere), (fresh, anywhere if batch.is_interactive else hunger.fleet.places)):
         chunks = plan_chunks(
             pending,
             fleet=replace(hunger.fleet, places=places),
-            chunk_size=1 if batch.is_interactive else worthwhile_chunk(hunger.fleet, settings.chunk_size),
+            chunk_size=chunk_size,
             chunk_tokens=settings.chunk_tokens,
             remaining=left,
         )

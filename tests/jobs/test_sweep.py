@@ -82,6 +82,14 @@ def make_prefixed_batch(database: Database, lines: int) -> None:
         transitions.start_batch(connection, batch_id, NOW)
 
 
+def queue_one_prefix(database: Database, app: Celery, settings: Settings, *devices: str) -> None:
+    """200 requests with one prefix are queued, with a worker on each device."""
+    make_prefixed_batch(database, 200)
+    for device in devices:
+        be_ready(database, f"{device}@host-1", device)
+    sweep(database, app, settings, NOW)
+
+
 def be_ready(database: Database, name: str, device: str) -> None:
     with database.write() as connection:
         new = NewWorker(name, "host", 1, "tiny", device=device, max_batch_size=64)
@@ -97,10 +105,7 @@ def die(database: Database, name: str) -> None:
 def test_what_waits_for_a_dead_worker_goes_to_others_at_the_next_pass(
     database: Database, app: Celery, settings: Settings
 ) -> None:
-    make_prefixed_batch(database, 200)
-    for name in ("gpu0", "gpu1", "gpu2"):
-        be_ready(database, f"{name}@host-1", name)
-    sweep(database, app, settings, NOW)
+    queue_one_prefix(database, app, settings, "gpu0", "gpu1", "gpu2")
     (place,) = used_places(app, ["tiny"])["tiny"]
     die(database, f"{place}-1")
     swept = sweep(database, app, settings, NOW + 1)
@@ -114,10 +119,7 @@ def test_what_waits_for_a_dead_worker_goes_to_others_at_the_next_pass(
 def test_a_successor_takes_over_what_waits_for_its_place(
     database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
 ) -> None:
-    make_prefixed_batch(database, 200)
-    for name in ("gpu0", "gpu1"):
-        be_ready(database, f"{name}@host-1", name)
-    sweep(database, app, settings, NOW)
+    queue_one_prefix(database, app, settings, "gpu0", "gpu1")
     (place,) = used_places(app, ["tiny"])["tiny"]
     waiting = queue_client.llen(own_queue_name("tiny", place))
     die(database, f"{place}-1")
@@ -130,10 +132,7 @@ def test_what_lies_unseen_in_an_own_queue_is_found_by_its_age(
     database: Database, app: Celery, settings: Settings, queue_client: redis.Redis
 ) -> None:
     """A chunk that was sent there while the queue of a worker that had gone was being emptied."""
-    make_prefixed_batch(database, 200)
-    for name in ("gpu0", "gpu1"):
-        be_ready(database, f"{name}@host-1", name)
-    sweep(database, app, settings, NOW)
+    queue_one_prefix(database, app, settings, "gpu0", "gpu1")
     queue_client.delete("promptmill.tiny.places")
     lost = 200 - len(waiting_ids(app, ["tiny"]) or ())
     assert sweep(database, app, settings, NOW + 1) == Swept()
