@@ -14,7 +14,7 @@ from onnx import TensorProto
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from workers.models.artifact import MODEL_FILE, Artifact, Source, load_artifact, new_artifact_folder, write_manifest
-from workers.models.cuda_graph import weight_shapes
+from workers.models.cuda_graph import Decoder, Operators, decoder_weights
 from workers.models.description import ModelDescription, TokenizerDescription
 from workers.models.graph import write_graph
 from workers.models.rope import rotary_tables
@@ -32,7 +32,7 @@ def write_random_artifact(folder: Path, name: str, model: ModelDescription, cont
     with new_artifact_folder(folder / name, force=True) as partial:
         with WeightWriter(partial / DATA_FILE) as writer:
             offset = 0
-            for weight, shape in weight_shapes(model, context_length).items():
+            for weight, shape in decoder_weights(model, context_length, Decoder.STEP, Operators.STOCK).items():
                 count = int(np.prod(shape))
                 if weight.startswith("rope."):
                     table = cos if weight == "rope.cos" else sin

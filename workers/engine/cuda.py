@@ -31,15 +31,17 @@ from workers.engine.paged_engine import (
     PagedDecode,
     PagedPrefill,
     SamplingArrays,
+    SamplingExtras,
     StepResult,
 )
 from workers.engine.request import DEVICE_FAILED
-from workers.engine.scheduler import Int32s
+from workers.engine.scheduler import Int32s, bucket_for
 from workers.models.cuda_graph import (
     MAX_LOGPROBS,
     ONNX_TYPES,
     Decoder,
     Operators,
+    WeightPart,
     attention_room,
     build_decoder_graph,
     build_prefix_graph,
@@ -47,8 +49,9 @@ from workers.models.cuda_graph import (
     can_share_prefix,
     decoder_weights,
     has_own_attention,
-    split_shapes,
+    tile_tokens,
     uses_paged_attention,
+    weight_parts,
     weight_shapes,
 )
 from workers.models.description import CudaType, ModelDescription
@@ -70,10 +73,20 @@ RESERVED_BYTES = 2 << 30
 _RESERVED_GRAPHS = 100
 _GRAPH_BYTES = 12 << 20
 _ITEM_BYTES = 2  # float16 and bfloat16
+_ITEM_SIZES: Mapping[int, int] = {
+    TensorProto.FLOAT: 4,
+    TensorProto.INT64: 8,
+    TensorProto.FLOAT16: _ITEM_BYTES,
+    TensorProto.BFLOAT16: _ITEM_BYTES,
+}
 _EAGER = -1  # the graph id of a run that is not captured
 _MAX_NEW_OF_PIECES = 2
 # Distinct tokens a row's penalties and biases may name before the buffers for them are made larger.
 _SPARSE_WIDTH = 256
+# Rows are drawn in so many parts that one's logits have no more elements than this: a sampler holds a dozen arrays of
+# that size in float32.
+_DRAWN_AT_ONCE = 1 << 23
+_DRAWN_ROWS = 64  # and parts are multiples of so many rows, whose arrays then begin at aligned addresses
 
 
 class CudaError(PromptmillError):
@@ -139,12 +152,13 @@ class _ControlOffsets:
     past: int
     slots: int
     virtual_slots: int
+    prefix_length: int
     end: int
 
     @classmethod
     def of(cls, rows: int) -> _ControlOffsets:
-        ends = list(accumulate((8, 8, 4, 4, 4), lambda end, size: _align(end + rows * size), initial=0))
-        return cls(*ends)
+        sizes = (8 * rows, 8 * rows, 4 * rows, 4 * rows, 4 * rows, 4)
+        return cls(*accumulate(sizes, lambda end, size: _align(end + size), initial=0))
 
 
 @dataclass(slots=True)
@@ -169,11 +183,12 @@ class CudaRunner:
 
     weights: device tensors of `dtype` by the names of `weight_shapes`. rotary_length: rows of their rotary tables.
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
-    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: lengths of
-    prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each length costs its
-    buckets and a copy of the prefix. operators: our own (`load_operators`); without them, decode steps of
-    `split_min_rows` rows or more rotate q and k outside of attention. release_weights: called when they are needed no
-    more.
+    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: room for
+    prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each costs its buckets and
+    a copy of the prefix. A prefix that fills no more than the half of the smallest room is not read so; without an
+    attention of our own, one that does not fill its room exactly. operators: our own (`load_operators`); without them,
+    decode steps of `split_min_rows` rows or more rotate q and k outside of attention. release_weights: called when they
+    are needed no more.
     """
 
     def __init__(
@@ -207,11 +222,14 @@ class CudaRunner:
         self._own = operators
         self.copies_blocks = operators is not None
         self._operators = Operators.FUSED if operators else Operators.STOCK
-        self._prompt_kind = Decoder.STEP if operators else Decoder.PROMPT
         self._attends_itself = bool(operators) and has_own_attention(model)
-        self.prefix_tokens: Sequence[int] = ()
+        self._prompt_kind = Decoder.PROMPT if self._attends_itself or not operators else Decoder.STEP
+        self._prefix_rooms: tuple[int, ...] = ()  # tokens, rising
         if can_share_prefix(model, dtype, self._operators):
-            self.prefix_tokens = tuple(tokens for tokens in prefix_tokens if tokens % self.block_size == 0)
+            self._prefix_rooms = tuple(sorted(tokens for tokens in prefix_tokens if tokens % self.block_size == 0))
+        self.prefix_blocks: Sequence[int] = prefix_block_counts(
+            self._prefix_rooms, self.block_size, fills=not self._attends_itself
+        )
         self.prefix_min_rows = prefix_min_rows
         self.num_blocks = 0
         self.cache_bytes = 0  # of the KV cache, and what it could have had at most beside nothing but the weights
@@ -233,6 +251,9 @@ class CudaRunner:
         self._graph_ids: dict[tuple[int, int, int], int] = {}
         self._loaded_prefix: bytes = b""
         self._split_min_rows = split_min_rows
+        self._parts = weight_parts(model)
+        self._tile_tokens = tile_tokens(model)
+        self._drawn_rows = max(1, _DRAWN_AT_ONCE // model.vocab_size // _DRAWN_ROWS) * _DRAWN_ROWS
         self._run_options: dict[int, Any] = {}
         self._ring_at = 0
         self._check_weights()
@@ -253,12 +274,12 @@ class CudaRunner:
         self.room_bytes = int(free if self._memory_bytes is None else min(free, self._memory_bytes))
         self._allocate_shared()
         report("opening the model", 0, 1)
-        kinds = {self._prompt_kind, *(self._decoder_of(*bucket) for bucket in self._buckets())}
+        kinds = {self._prompt_kind, *(self._decoder_of(rows, prefix) for rows, _, prefix in self._buckets())}
         self._lane = self._open_lane(kinds)
-        if self.prefix_tokens:
+        if self._prefix_rooms:
             graph = build_prefix_graph(self._model, self._dtype, self.block_size)
             self._prefix_session = self._open_session(graph.SerializeToString(), self._lane.handle)
-            size = max(self.prefix_tokens) * self._model.kv_size * _ITEM_BYTES
+            size = max(self._prefix_rooms) * self._model.kv_size * _ITEM_BYTES
             self._prefix = self._allocate(2 * self._model.num_layers * size)
         self._size_cache()
         self._bind_caches(self._lane.binding)
@@ -307,17 +328,21 @@ class CudaRunner:
         binding = lane.binding
         self._bind(binding, "positions", TensorProto.INT64, (tokens, 1), packer.add(positions))
         self._bind(binding, "slots", TensorProto.INT32, (tokens,), packer.add(places))
-        self._bind_no_slots(binding, tokens)
         self._bind(binding, "token_pool", TensorProto.INT64, (tokens,), packer.add(call.token_ids))
         self._bind(binding, "token_sources", TensorProto.INT64, (tokens,), self._iota)
         self._bind(binding, "cumulative_lengths", TensorProto.INT32, (rows + 1,), packer.add(cumulative))
         self._bind(binding, "past_lengths", TensorProto.INT32, (rows,), packer.add(call.past_lengths))
         self._bind(binding, "block_table", TensorProto.INT32, call.block_table.shape, packer.add(call.block_table))
         self._bind(binding, "logits_indices", TensorProto.INT64, indices.shape, packer.add(indices))
-        longest = int((call.lengths + call.past_lengths).max())
-        # A bound of 1 would mean a decode step, for which cuDNN builds a plan in each new shape.
-        most_new = max(int(call.lengths.max()), _MAX_NEW_OF_PIECES)
-        self._bind_metadata(binding, most_new, max(longest, most_new), longest)
+        if self._attends_itself:
+            tiles = prompt_tiles(call.lengths, call.past_lengths, self._tile_tokens)
+            self._bind(binding, "tiles", TensorProto.INT32, tiles.shape, packer.add(tiles))
+        else:
+            longest = int((call.lengths + call.past_lengths).max())
+            # A bound of 1 would mean a decode step, for which cuDNN builds a plan in each new shape.
+            most_new = max(int(call.lengths.max()), _MAX_NEW_OF_PIECES)
+            self._bind_metadata(binding, most_new, max(longest, most_new), longest)
+            self._bind_no_slots(binding, tokens)
         if self._ring_at + indices.size > 2 * self.max_rows:
             self._ring_at = 0
         first = 2 * self.max_rows + self._ring_at
@@ -340,8 +365,9 @@ class CudaRunner:
         self._write_decode(slot.control, call)
         end = self._table_offset + call.rows * call.table_width * 4
         self._copy_in(lane, self._decode_control, slot.control_pointer, end)
-        bucket = (call.rows, call.table_width, len(call.prefix_blocks) * self.block_size)
-        decoder = lane.decoders[self._decoder_of(*bucket)]
+        room = self._prefix_room(len(call.prefix_blocks))
+        bucket = (call.rows, call.table_width, room)
+        decoder = lane.decoders[self._decoder_of(call.rows, room)]
         decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
         first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
         return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
@@ -418,6 +444,7 @@ class CudaRunner:
             slots[:count] = self._slots(call.block_table, row_of, own)
             virtual_slots[:count] = self._slots(call.block_table, row_of, own + 1)
             virtual_slots[count:rows] = 0
+            control[at.prefix_length :].view(np.int32)[0] = len(call.prefix_blocks) * self.block_size
         past[count:rows] = 0
         slots[count:rows] = 0
 
@@ -427,8 +454,16 @@ class CudaRunner:
         places: Int32s = (blocks * self.block_size + positions % self.block_size).astype(np.int32)
         return places
 
+    def _prefix_room(self, blocks: int) -> int:
+        """The tokens of the smallest room for a prefix of so many blocks; 0 for none."""
+        return bucket_for(blocks * self.block_size, (0, *self._prefix_rooms))
+
     def _load_prefix(self, blocks: tuple[int, ...]) -> None:
-        """Copy a prefix to where the PREFIX decoder reads it, behind all steps launched so far."""
+        """Copy a prefix to where the PREFIX decoder reads it, behind all steps launched so far.
+
+        What it leaves of its room is filled with its last block: what stands there has no weight, but must be numbers.
+        """
+        blocks += blocks[-1:] * (self._prefix_room(len(blocks)) // self.block_size - len(blocks))
         slot = self._take_slot(self._lane)
         packer = _Packer(slot.control, self._lane.control)
         pointer = packer.add(np.array(blocks, dtype=np.int64))
@@ -456,41 +491,47 @@ class CudaRunner:
         return CudaTicket(first_source, count, slot, has_extras)
 
     def _sample(self, lane: _Lane, slot: _Slot, sampling: SamplingArrays, next_ids: int, count: int) -> bool:
+        """Draw a token for each row, in parts of `_drawn_rows` rows. Returns whether extras come back too."""
         extras = sampling.extras
-        index = 0 if extras is None else 1
-        binding = lane.sampler_bindings[index]
         if extras is not None:
             wanted = count * (64 + 12 * (extras.seen_ids.shape[1] + extras.bias_ids.shape[1])) + 16 * _ALIGNMENT_BYTES
             self._grow_sampling(lane, wanted)
         packer = _Packer(slot.sampling, lane.sampling)
+        inputs: dict[str, tuple[int, int, int]] = {}  # element type, columns, address
 
-        def bind(name: str, kind: int, values: npt.NDArray[Any], columns: int = 1) -> None:
-            self._bind(binding, name, kind, (count, columns), packer.add(values))
+        def lay(name: str, kind: int, values: npt.NDArray[Any], columns: int = 1) -> None:
+            inputs[name] = kind, columns, packer.add(values)
 
-        bind("inverse_temperature", TensorProto.FLOAT, sampling.inverse_temperature)
-        bind("top_k", TensorProto.INT64, sampling.top_k)
-        bind("top_p", TensorProto.FLOAT, sampling.top_p)
-        bind("uniform", TensorProto.FLOAT, sampling.uniform)
-        self._bind(binding, "logits", self._kind, (count, self.vocab_size), lane.logits)
-        self._bind_output(binding, "next_ids", TensorProto.INT64, (count,), next_ids)
+        lay("inverse_temperature", TensorProto.FLOAT, sampling.inverse_temperature)
+        lay("top_k", TensorProto.INT64, sampling.top_k)
+        lay("top_p", TensorProto.FLOAT, sampling.top_p)
+        lay("uniform", TensorProto.FLOAT, sampling.uniform)
+        inputs["logits"] = self._kind, self.vocab_size, lane.logits
+        outputs = {"next_ids": (TensorProto.INT64, 0, next_ids)}
         if extras is not None:
-            bind("fed_counts", TensorProto.FLOAT, extras.fed_counts)
-            bind("frequency_penalty", TensorProto.FLOAT, extras.frequency_penalty)
-            bind("presence_penalty", TensorProto.FLOAT, extras.presence_penalty)
-            bind("seen_ids", TensorProto.INT64, extras.seen_ids, extras.seen_ids.shape[1])
-            bind("seen_counts", TensorProto.FLOAT, extras.seen_counts, extras.seen_counts.shape[1])
-            bind("bias_ids", TensorProto.INT64, extras.bias_ids, extras.bias_ids.shape[1])
-            bind("bias_values", TensorProto.FLOAT, extras.bias_values, extras.bias_values.shape[1])
-            self._bind(binding, "fed_ids", TensorProto.INT64, (count,), lane.fed_ids)
+            lay("fed_counts", TensorProto.FLOAT, extras.fed_counts)
+            lay("frequency_penalty", TensorProto.FLOAT, extras.frequency_penalty)
+            lay("presence_penalty", TensorProto.FLOAT, extras.presence_penalty)
+            lay("seen_ids", TensorProto.INT64, extras.seen_ids, extras.seen_ids.shape[1])
+            lay("seen_counts", TensorProto.FLOAT, extras.seen_counts, extras.seen_counts.shape[1])
+            lay("bias_ids", TensorProto.INT64, extras.bias_ids, extras.bias_ids.shape[1])
+            lay("bias_values", TensorProto.FLOAT, extras.bias_values, extras.bias_values.shape[1])
+            inputs["fed_ids"] = TensorProto.INT64, 0, lane.fed_ids
             top = min(MAX_LOGPROBS, self.vocab_size)
-            at = lane.extras
-            self._bind_output(binding, "top_ids", TensorProto.INT64, (count, top), at)
-            at += self.max_rows * top * 8
-            self._bind_output(binding, "top_logprobs", TensorProto.FLOAT, (count, top), at)
-            at += self.max_rows * top * 4
-            self._bind_output(binding, "logprob", TensorProto.FLOAT, (count, 1), at)
+            top_logprobs = lane.extras + self.max_rows * top * 8
+            outputs["top_ids"] = TensorProto.INT64, top, lane.extras
+            outputs["top_logprobs"] = TensorProto.FLOAT, top, top_logprobs
+            outputs["logprob"] = TensorProto.FLOAT, 1, top_logprobs + self.max_rows * top * 4
         self._copy_in(lane, lane.sampling, slot.sampling_pointer, packer.end)
-        lane.samplers[index].run_with_iobinding(binding, self._options(_EAGER))
+        index = 0 if extras is None else 1
+        binding = lane.sampler_bindings[index]
+        for start in range(0, count, self._drawn_rows):
+            rows = min(self._drawn_rows, count - start)
+            for arrays, bind in ((inputs, self._bind), (outputs, self._bind_output)):
+                for name, (kind, columns, pointer) in arrays.items():
+                    shape = (rows, columns) if columns else (rows,)  # no columns: a vector
+                    bind(binding, name, kind, shape, pointer + start * max(columns, 1) * _ITEM_SIZES[kind])
+            lane.samplers[index].run_with_iobinding(binding, self._options(_EAGER))
         return extras is not None
 
     # --- memory and sessions ----------------------------------------------------------------------------------------
@@ -532,6 +573,7 @@ class CudaRunner:
         handle = int(stream)
         rows = self.max_rows
         prefill_bytes = self._prefill_tokens * (8 + 8 + 4) + rows * (8 + 4 + 4) + rows * self.max_blocks * 4 + 4096
+        prefill_bytes += (self._prefill_tokens // self._tile_tokens + rows) * 8
         control_bytes = max(_align(prefill_bytes), self._decode_control_bytes)
         sampling_bytes = rows * 64 + rows * 12 * _SPARSE_WIDTH + 16 * _ALIGNMENT_BYTES
         output_bytes = rows * 8 + self._extras_bytes
@@ -592,7 +634,7 @@ class CudaRunner:
         return session
 
     def _size_cache(self) -> None:
-        """Allocate the KV cache from what a largest prefill leaves free."""
+        """Allocate the KV cache from what a largest prefill, and drawing with all that can be asked for, leave free."""
         model = self._model
         block_bytes = self.block_size * model.kv_size * _ITEM_BYTES
         per_block = 2 * model.num_layers * block_bytes
@@ -604,6 +646,7 @@ class CudaRunner:
         longest = min(tokens, self.context_length)
         lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
         self._prefill_dummy(lengths)
+        self._draw_dummy()
         free, total = self._call("cudaMemGetInfo")
         usable = free - RESERVED_BYTES - max(0, len(self._buckets()) - _RESERVED_GRAPHS) * _GRAPH_BYTES
         if self._memory_bytes is not None:
@@ -669,13 +712,25 @@ class CudaRunner:
         )
         self.result(self.prefill(call))
 
+    def _draw_dummy(self) -> None:
+        """Draw for as many rows as are drawn at once, with and without extras: what samplers take, they keep."""
+        rows = min(self._drawn_rows, self.max_rows)
+        ones, halves = np.ones(rows, dtype=np.float32), np.full(rows, 0.5, dtype=np.float32)
+        ids = np.zeros((rows, 1), dtype=np.int64)
+        extras = SamplingExtras(ones, ids, ones[:, None], ones, ones, ids, ones[:, None])
+        for asked in (None, extras):
+            slot = self._take_slot(self._lane)
+            sampling = SamplingArrays(ones, np.full(rows, self.vocab_size, dtype=np.int64), ones, halves, asked)
+            self.result(self._finish(self._lane, slot, sampling, 0, rows))
+
     def _buckets(self) -> list[tuple[int, int, int]]:
-        """Every decode bucket: rows, table width, prefix tokens. Most rows first, for then what a session allocates for
-        them serves the smaller ones too.
+        """Every decode bucket: rows, table width, room for a prefix. Most rows first, for then what a session allocates
+        for them serves the smaller ones too.
         """
         buckets = [(rows, width, 0) for rows in self.row_buckets for width in self.table_widths]
-        for prefix in self.prefix_tokens:
-            widest = self.max_blocks - prefix // self.block_size
+        for prefix in self._prefix_rooms:
+            fewest = min(blocks for blocks in self.prefix_blocks if self._prefix_room(blocks) == prefix)
+            widest = self.max_blocks - fewest
             narrow = [width for width in self.table_widths if width < widest]
             widths = self.table_widths[: len(narrow) + 1]
             buckets += [
@@ -705,7 +760,7 @@ class CudaRunner:
         report("warming up", len(buckets), len(buckets))
 
     def _bind_decode(self, rows: int, width: int, prefix: int) -> Any:
-        kind = self._decoder_of(rows, width, prefix)
+        kind = self._decoder_of(rows, prefix)
         lane, binding = self._lane, self._lane.decoders[kind].io_binding()
         self._bind_weights(binding, kind)
         self._bind_caches(binding)
@@ -726,7 +781,9 @@ class CudaRunner:
             self._bind(binding, "positions", TensorProto.INT64, (rows, 1), control + at.positions)
         if prefix:
             self._bind_prefix(binding, prefix, self._bind)
-            if not self._attends_itself:
+            if self._attends_itself:
+                self._bind(binding, "prefix_length", TensorProto.INT32, (1,), control + at.prefix_length)
+            else:
                 self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
         elif kind is Decoder.STEP:
             self._bind_no_slots(binding, rows)
@@ -742,32 +799,23 @@ class CudaRunner:
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
         return binding
 
-    def _decoder_of(self, rows: int, width: int, prefix: int) -> Decoder:
+    def _decoder_of(self, rows: int, prefix: int) -> Decoder:
         """What runs a bucket."""
         if prefix:
             return Decoder.PREFIX
-        if self._attends_itself and prefers_own_attention(
-            self._model.num_heads // self._model.num_kv_heads,
-            rows * self._model.num_kv_heads,
-            width * self.block_size,
-        ):
+        if self._attends_itself:
             return Decoder.DECODE
-        return self._prompt_kind if rows >= self._split_min_rows else Decoder.STEP
+        return Decoder.PROMPT if rows >= self._split_min_rows and not self._own else Decoder.STEP
 
     def _bind_weights(self, binding: Any, kind: Decoder) -> None:
         for name, shape in decoder_weights(self._model, self._rotary_length, kind, self._operators).items():
-            pointer = self._weights[name].pointer if name in self._weights else self._split_pointer(name)
+            pointer = self._weights[name].pointer if name in self._weights else self._part_pointer(name)
             self._bind(binding, name, self._kind, shape, pointer)
 
-    def _split_pointer(self, name: str) -> int:
-        """Where q, k or v begins in the merged weight."""
-        at, _, _ = name.partition(".attention.")
-        pointer = self._weights[f"{at}.attention.qkv.weight"].pointer
-        for part, (rows, columns) in split_shapes(self._model, int(at.rpartition(".")[2])).items():
-            if part == name:
-                return pointer
-            pointer += rows * columns * _ITEM_BYTES
-        raise AssertionError(f"no weight {name}")
+    def _part_pointer(self, name: str) -> int:
+        """Where a part of a merged weight begins."""
+        part = self._parts[name]
+        return self._weights[part.whole].pointer + part.first_row * part.shape[1] * _ITEM_BYTES
 
     def _bind_no_slots(self, binding: Any, tokens: int) -> None:
         """What keeps PagedAttention from storing what our own operator has stored."""
@@ -777,7 +825,7 @@ class CudaRunner:
     def _bind_prefix(self, binding: Any, tokens: int, bind: Callable[..., None]) -> None:
         model = self._model
         shape = (model.num_kv_heads, tokens, model.cache_head_dim)
-        size = max(self.prefix_tokens) * model.kv_size * _ITEM_BYTES
+        size = max(self._prefix_rooms) * model.kv_size * _ITEM_BYTES
         for layer in range(model.num_layers):
             bind(binding, f"prefix_key_{layer}", self._kind, shape, self._prefix + 2 * layer * size)
             bind(binding, f"prefix_value_{layer}", self._kind, shape, self._prefix + (2 * layer + 1) * size)
@@ -909,7 +957,7 @@ def upload_weights(
     (pointer,) = _checked(cuda, "cudaMalloc", cuda.cudaMalloc(end))
     uploaded = UploadedWeights({}, int(pointer), cuda)
     try:
-        _fill(uploaded, shapes, offsets, weights, report)
+        _fill(uploaded, shapes, weight_parts(model), offsets, weights, report)
     except BaseException:
         uploaded.close()
         raise
@@ -919,21 +967,26 @@ def upload_weights(
 def _fill(
     uploaded: UploadedWeights,
     shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, WeightPart],
     offsets: Mapping[str, int],
     weights: Iterable[tuple[str, npt.NDArray[np.uint16]]],
     report: Callable[[str, int, int], None],
 ) -> None:
     cuda, pointer = uploaded._cuda, uploaded.pointer
     tensors = {name: DeviceTensor(pointer + offsets[name], shape) for name, shape in shapes.items()}
-    missing = set(shapes)
+    missing = {name: shape[0] for name, shape in shapes.items()}  # rows
     for name, values in weights:
         report("loading the model", len(shapes) - len(missing), len(shapes))
-        assert values.shape == shapes[name], f"weight {name} has shape {values.shape}, wanted {shapes[name]}"
+        part = parts.get(name) or WeightPart(name, 0, shapes[name])
+        assert values.shape == part.shape, f"weight {name} has shape {values.shape}, wanted {part.shape}"
         contiguous = np.ascontiguousarray(values)
         kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
-        copied = cuda.cudaMemcpy(tensors[name].pointer, contiguous.ctypes.data, contiguous.nbytes, kind)
+        target = tensors[part.whole].pointer + part.first_row * contiguous[0].nbytes
+        copied = cuda.cudaMemcpy(target, contiguous.ctypes.data, contiguous.nbytes, kind)
         _checked(cuda, "cudaMemcpy", copied)
-        missing.discard(name)
+        missing[part.whole] -= part.shape[0]
+        if not missing[part.whole]:
+            del missing[part.whole]
     assert not missing, f"weights are missing: {sorted(missing)}"
     uploaded.tensors.update(tensors)
 
@@ -964,14 +1017,29 @@ def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:
     return (*(width for width in widths if width < max_blocks), max(2, max_blocks))
 
 
-def prefers_own_attention(group: int, row_heads: int, tokens: int) -> bool:
-    """Whether a decode step attends with our own operator rather than with PagedAttention.
+def prefix_block_counts(rooms: Sequence[int], block_size: int, *, fills: bool) -> tuple[int, ...]:
+    """How many blocks a prefix may have that is read once for many rows, rising.
 
-    group: query heads to a KV head. row_heads: rows times KV heads. tokens: room of a row. Ours has no kernels before
-    it and no tile to fill up; cuDNN's is as fast on long contexts, and multiplies grouped heads on tensor cores.
-    Measured: see docs/decisions.md.
+    rooms: tokens, rising. fills: a prefix must fill its room; else it takes the smallest that holds it, of which the
+    step then multiplies all: from half of the smallest room on.
     """
-    return tokens <= 512 if group == 1 else tokens <= 256 and row_heads <= 256
+    if fills or not rooms:
+        return tuple(tokens // block_size for tokens in rooms)
+    return tuple(range(rooms[0] // block_size // 2 + 1, rooms[-1] // block_size + 1))
+
+
+def prompt_tiles(lengths: Int32s, past_lengths: Int32s, tokens: int) -> Int32s:
+    """The tiles in which our own attention takes rows' tokens: int32 [n, 2], a row and the tile's first token in it.
+
+    tokens: of a tile. Those with most to read come first, so that none of them is left alone at the end.
+    """
+    counts = -(-lengths // tokens)
+    row_of = np.repeat(np.arange(lengths.size, dtype=np.int32), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    firsts = (np.arange(row_of.size, dtype=np.int32) - before) * tokens
+    order = np.argsort(-(past_lengths[row_of] + firsts), kind="stable")
+    tiles: Int32s = np.stack([row_of, firsts], axis=1)[order].astype(np.int32)
+    return tiles
 
 
 def _align(offset: int) -> int:

@@ -27,9 +27,11 @@ from workers.models.cuda_graph import has_own_attention
 from workers.models.description import CudaType, ModelDescription
 
 _SOURCES = Path(__file__).parent / "native"
-# In the order that promptmill_set_kernels takes them; the last two exist for heads that `has_own_attention`.
+# In the order that promptmill_set_kernels takes them; the last three exist for heads that `has_own_attention`.
 _KERNELS = (b"rotate_append", b"gated_product", b"row_argmax", b"softmax_weight")
-_ATTENTION = (b"attend", b"attend_join")
+_ATTENTION = (b"attend", b"attend_join", b"attend_prompt")
+# What operators.c gives these of shared memory, for heads of 128 channels; more than a kernel has unasked.
+_ATTENTION_SHARED_BYTES = 64 << 10
 _COPY = b"copy_positions"
 # Blocks of 256 threads that share one copy within a layer's keys or values.
 _COPY_BLOCKS = 8
@@ -158,12 +160,17 @@ def _hand_over(library: Path, dtype: CudaType, head_dim: int, group: int) -> Any
     )
     module = _checked(driver.cuModuleLoadData(compile_kernels(dtype, f"sm_{major}{minor}", head_dim, group)))
     names = [*_KERNELS, *_ATTENTION] if group else _KERNELS
-    functions = [int(_checked(driver.cuModuleGetFunction(module, name))) for name in names]
+    functions = [_checked(driver.cuModuleGetFunction(module, name)) for name in names]
+    if group:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        for function in functions[-len(_ATTENTION) :]:
+            _checked(driver.cuFuncSetAttribute(function, attribute, _ATTENTION_SHARED_BYTES))
     launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p)
     hand_over = ctypes.CDLL(str(library)).promptmill_set_kernels
     hand_over.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     hand_over.restype = None
-    hand_over(int(dtype == "bfloat16"), launch, (ctypes.c_void_p * len(functions))(*functions), head_dim, group)
+    pointers = (ctypes.c_void_p * len(functions))(*map(int, functions))
+    hand_over(int(dtype == "bfloat16"), launch, pointers, head_dim, group)
     return module
 
 

@@ -147,7 +147,8 @@ class PagedRunner(Protocol):
     """What the device does for the engine; see `CudaRunner`. Every method is called by the engine's thread alone.
 
     Steps run one after the other, and a decode step may be fed by steps that have not been read.
-    prefix_tokens: lengths of prefixes that a decode step of prefix_min_rows rows or more can read once for all rows.
+    prefix_blocks: how many blocks a prefix may have that a decode step of prefix_min_rows rows or more can read once
+    for all rows.
     copies_blocks: whether `copy_blocks` can be called.
     """
 
@@ -157,7 +158,7 @@ class PagedRunner(Protocol):
     max_rows: int
     row_buckets: Sequence[int]
     table_widths: Sequence[int]
-    prefix_tokens: Sequence[int]
+    prefix_blocks: Sequence[int]
     prefix_min_rows: int
     copies_blocks: bool
 
@@ -764,13 +765,13 @@ class PagedEngine(StepLoop[_Row]):
 
     def _shared_prefix(self, wanted: Int64s) -> tuple[npt.NDArray[np.bool_], int]:
         places, runner = self._places, self._runner
-        if wanted.size < runner.prefix_min_rows or not runner.prefix_tokens:
+        if wanted.size < runner.prefix_min_rows or not runner.prefix_blocks:
             return np.zeros(wanted.size, dtype=bool), 0
         sharing, blocks = shared_prefix(
             places.tables[wanted],
             places.lengths[wanted],
             runner.block_size,
-            runner.prefix_tokens,
+            runner.prefix_blocks,
             runner.prefix_min_rows,
         )
         first, other = wanted[sharing], wanted[~sharing]

@@ -7,6 +7,7 @@ prompts.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -207,25 +208,40 @@ def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: i
 
 
 def shared_prefix(
-    tables: Int32s, lengths: Int32s, block_size: int, prefix_tokens: Sequence[int], min_rows: int
+    tables: Int32s, lengths: Int32s, block_size: int, prefix_blocks: Sequence[int], min_rows: int
 ) -> tuple[npt.NDArray[np.bool_], int]:
-    """The most rows that share the longest prefix worth reading once for all of them.
+    """The rows that share a prefix worth reading once for all of them: where that saves most.
 
-    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. A block has one content and stands in the
-    tables of those alone that share all before it, so rows with equal k-th blocks have k equal ones.
+    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. prefix_blocks: how many blocks a prefix may
+    have, rising. A block has one content and stands in the tables of those alone that share all before it, so rows with
+    equal k-th blocks have k equal ones, and the longer a prefix, the fewer share it.
     Returns which rows, and how many blocks they share: 0 if too few rows share enough.
     """
-    longest = tables.shape[1] * block_size
-    for tokens in sorted(prefix_tokens, reverse=True):
-        blocks = tokens // block_size
+
+    def most_alike(blocks: int) -> tuple[int, npt.NDArray[np.bool_]]:
+        """The most rows that share so many blocks."""
         # The step needs room for two positions: the row's next token and one that merges the prefix.
-        is_able = (lengths >= tokens) & (lengths + 2 <= longest)
-        if np.count_nonzero(is_able) < min_rows:
-            continue
+        is_able = (lengths >= blocks * block_size) & (lengths + 2 <= tables.shape[1] * block_size)
         ends, counts = np.unique(tables[is_able, blocks - 1], return_counts=True)
-        if counts.max() >= min_rows:
-            return is_able & (tables[:, blocks - 1] == ends[counts.argmax()]), blocks
-    return np.zeros(len(lengths), dtype=bool), 0
+        if not counts.size:
+            return 0, is_able
+        return int(counts.max()), is_able & (tables[:, blocks - 1] == ends[counts.argmax()])
+
+    possible = [blocks for blocks in prefix_blocks if blocks <= tables.shape[1]]
+    if len(lengths) < min_rows or not possible:
+        return np.zeros(len(lengths), dtype=bool), 0
+    most, sharing = most_alike(possible[0])
+    if most < min_rows:
+        return np.zeros(len(lengths), dtype=bool), 0
+    longest = bisect_right(possible, -min_rows, lo=1, key=lambda blocks: -most_alike(blocks)[0]) - 1
+    best = (*most_alike(possible[longest]), possible[longest])
+    if best[0] == most:
+        return best[1], best[2]
+    for blocks in possible[:longest]:  # shorter ones that more share
+        rows, sharing = most_alike(blocks)
+        if (rows - 1) * blocks > (best[0] - 1) * best[2]:
+            best = rows, sharing, blocks
+    return best[1], best[2]
 
 
 def goes_first(*, rows: int, blocks: int, wanted_blocks: int, reserved_rows: int, all_blocks: int) -> bool:

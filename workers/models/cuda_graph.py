@@ -8,21 +8,24 @@ Decoder inputs, T tokens of B rows packed one behind the other:
   value_{i} [num_blocks, block_size, num_kv_heads, cache_head_dim], written in place; every weight by its stored name.
 Decoder outputs: fed_ids int64 [T]; logits [S, vocab_size]; next_ids int64 [S], their argmax.
 
-With our own operators (`Operators.FUSED`, engine/native/operators.c) one kernel rotates and stores a token, one gates,
-and one picks the likeliest token. The graph then takes positions int64 [T, 1] and no_slots int32 [T], all -1:
-PagedAttention stores nothing itself.
+With our own operators (`Operators.FUSED`, engine/native/operators.c) one kernel rotates and stores a token, one gates
+what a single product gave for gate and up, and one picks the likeliest token. The graph then takes positions int64
+[T, 1] and, for PagedAttention, no_slots int32 [T], all -1: it stores nothing itself.
 
 It comes in four kinds (`Decoder`), which differ in attention alone:
-  STEP multiplies q, k and v at once: fewest kernels. Without our operators it leaves the rotation to PagedAttention and
-  is for decode steps only.
-  PROMPT is for prompts without our operators. It multiplies and rotates q, k and v apart, for which it takes positions:
-  PagedAttention's own rotation searches each token's row anew and took a tenth of a prefill (H200, 2026-11-30).
-  DECODE is a decode step with an attention operator of our own (`has_own_attention`), which works in attention_room
-  float32 [`attention_room`].
-  PREFIX is a decode step of rows that share their first Q tokens, and reads those once for all. It takes positions and
-  prefix_key_{i}, prefix_value_{i} [num_kv_heads, Q, cache_head_dim] (`build_prefix_graph`); past_lengths and
-  block_table leave the prefix out. Without an attention of our own it also takes virtual_slots int32 [B], and
-  past_lengths count one token more: see `_attend_prefix`.
+  STEP multiplies q, k and v at once and attends with PagedAttention. Without our operators it leaves the rotation to
+  that, which makes the fewest kernels, and is for decode steps only; with them, it is for heads that our own attention
+  (`has_own_attention`) is not made for.
+  PROMPT is for prompts. With our own attention it takes tiles int32 [n, 2], a row and where in its piece a tile of
+  `tile_tokens` tokens begins. Without our operators it multiplies and rotates q, k and v apart, for which it takes
+  positions: PagedAttention's own rotation searches each token's row anew and took a tenth of a prefill (H200,
+  2026-11-30).
+  DECODE is a decode step with our own attention, which works in attention_room float32 [`attention_room`].
+  PREFIX is a decode step of rows that share their first tokens, at most Q of them, and reads those once for all. It
+  takes positions and prefix_key_{i}, prefix_value_{i} [num_kv_heads, Q, cache_head_dim] (`build_prefix_graph`);
+  past_lengths and block_table leave the prefix out. With our own attention it takes prefix_length int32 [1], the tokens
+  that are there. Without, they are Q; it also takes virtual_slots int32 [B], and past_lengths count one token more: see
+  `_attend_prefix`.
 
 Weights are inputs rather than initializers, so that sessions share them by pointer and a graph is a few kilobytes.
 Activations, weights and cache all have one type: float16 or bfloat16.
@@ -59,6 +62,8 @@ ONNX_TYPES: dict[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": T
 
 # The domain of our own operators, as engine/native/operators.c registers it.
 OWN_DOMAIN = "promptmill"
+# Queries that our own attention of prompts takes together: the heads of a tile's tokens that share a KV head.
+_TILE_QUERIES = 128
 
 # Candidates of a truncated distribution. A nucleus that holds more tokens than this is cut to the likeliest ones.
 MAX_CANDIDATES = 256
@@ -118,25 +123,47 @@ def weight_shapes(description: ModelDescription, context_length: int) -> dict[st
         shapes[f"{at}.attention.qkv.weight"] = (description.query_size + 2 * description.kv_size, hidden)
         shapes[f"{at}.attention.output.weight"] = (hidden, description.query_size)
         shapes[f"{at}.mlp_norm.weight"] = (hidden,)
-        shapes[f"{at}.mlp.gate.weight"] = (inner, hidden)
-        shapes[f"{at}.mlp.up.weight"] = (inner, hidden)
+        shapes[f"{at}.mlp.gate_up.weight"] = (2 * inner, hidden)
         shapes[f"{at}.mlp.down.weight"] = (hidden, inner)
     return shapes
 
 
-def split_shapes(description: ModelDescription, layer: int) -> dict[str, tuple[int, int]]:
-    """The weights of q, k and v apart, in the order in which they lie in the merged one."""
-    hidden, at = description.hidden_size, f"layers.{layer}.attention"
-    return {
-        f"{at}.q.weight": (description.query_size, hidden),
-        f"{at}.k.weight": (description.kv_size, hidden),
-        f"{at}.v.weight": (description.kv_size, hidden),
+@dataclass(frozen=True)
+class WeightPart:
+    """A weight that is some rows of a merged one. whole: the merged one's name."""
+
+    whole: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+def weight_parts(description: ModelDescription) -> dict[str, WeightPart]:
+    """The weights that `weight_shapes` has merged, by their own names."""
+    hidden, inner = description.hidden_size, description.intermediate_size
+    kv_size, query_size = description.kv_size, description.query_size
+    merged: dict[str, dict[str, int]] = {
+        "attention.qkv": {"attention.q": query_size, "attention.k": kv_size, "attention.v": kv_size},
+        "mlp.gate_up": {"mlp.gate": inner, "mlp.up": inner},
     }
+    parts: dict[str, WeightPart] = {}
+    for layer in range(description.num_layers):
+        for whole, names in merged.items():
+            first_row = 0
+            for name, rows in names.items():
+                at = f"layers.{layer}"
+                parts[f"{at}.{name}.weight"] = WeightPart(f"{at}.{whole}.weight", first_row, (rows, hidden))
+                first_row += rows
+    return parts
 
 
 def has_own_attention(description: ModelDescription) -> bool:
-    """Whether our own operator for the attention of decode steps is made for these heads."""
-    return description.cache_head_dim in (64, 128) and description.num_heads // description.num_kv_heads <= 4
+    """Whether our own operators for attention are made for these heads."""
+    return description.cache_head_dim in (64, 128) and description.num_heads // description.num_kv_heads <= 8
+
+
+def tile_tokens(description: ModelDescription) -> int:
+    """Tokens of a prompt that our own attention takes together."""
+    return _TILE_QUERIES * description.num_kv_heads // description.num_heads
 
 
 def attention_room(description: ModelDescription, rows: int, tokens: int) -> int:
@@ -147,7 +174,7 @@ def attention_room(description: ModelDescription, rows: int, tokens: int) -> int
     and one for each row.
     """
     row_heads = rows * description.num_kv_heads
-    segments = max(row_heads * -(-tokens // 512), 2 * 1024 + row_heads)
+    segments = max(row_heads * -(-tokens // 512), 2 * 512 + row_heads)
     group = description.num_heads // description.num_kv_heads
     return segments * group * (description.cache_head_dim + 2)
 
@@ -155,7 +182,7 @@ def attention_room(description: ModelDescription, rows: int, tokens: int) -> int
 def uses_paged_attention(description: ModelDescription, kind: Decoder, operators: Operators) -> bool:
     """Whether a decoder attends with ONNX Runtime's operator, and takes cumulative_lengths and attention_metadata."""
     own = operators is Operators.FUSED and has_own_attention(description)
-    return not own or kind not in (Decoder.DECODE, Decoder.PREFIX)
+    return not own or kind is Decoder.STEP
 
 
 def can_share_prefix(description: ModelDescription, dtype: CudaType, operators: Operators) -> bool:
@@ -172,10 +199,11 @@ def decoder_weights(
 ) -> dict[str, tuple[int, ...]]:
     """The weights that a decoder of this kind takes as input, by name."""
     shapes = weight_shapes(description, context_length)
-    if kind is not Decoder.STEP and operators is Operators.STOCK:
-        for layer in range(description.num_layers):
-            del shapes[f"layers.{layer}.attention.qkv.weight"]
-            shapes |= split_shapes(description, layer)
+    if operators is Operators.STOCK:
+        for name, part in weight_parts(description).items():
+            if kind is not Decoder.STEP or ".mlp." in name:
+                shapes.pop(part.whole, None)
+                shapes[name] = part.shape
     return shapes
 
 
@@ -269,13 +297,19 @@ def build_decoder_graph(
     ]
     if kind is not Decoder.STEP or is_fused:
         inputs.append(("positions", TensorProto.INT64, ["tokens", 1]))
-    if uses_paged_attention(description, kind, operators):
+    is_paged = uses_paged_attention(description, kind, operators)
+    if is_paged or kind is Decoder.PROMPT:
         inputs.append(("cumulative_lengths", TensorProto.INT32, ["rows_plus_1"]))
+    if is_paged:
         inputs.append(("attention_metadata", TensorProto.INT32, [3]))
         if kind is Decoder.PREFIX:
             inputs.append(("virtual_slots", TensorProto.INT32, ["rows"]))
+    elif kind is Decoder.PROMPT:
+        inputs.append(("tiles", TensorProto.INT32, ["tiles", 2]))
     else:
         inputs.append(("attention_room", TensorProto.FLOAT, ["room"]))
+        if kind is Decoder.PREFIX:
+            inputs.append(("prefix_length", TensorProto.INT32, [1]))
     if kind is Decoder.PREFIX:
         inputs += _prefix_values(description, element)
     elif is_fused and kind is Decoder.STEP:
@@ -394,8 +428,8 @@ def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -
             [qkv, "positions", "slots", *tables, f"key_{layer}", f"value_{layer}"],
             [query, stored],
         )
-        if kind in (Decoder.DECODE, Decoder.PREFIX) and has_own_attention(graph.description):
-            return _attend_alone(graph, query, layer, with_prefix=kind is Decoder.PREFIX)
+        if not uses_paged_attention(graph.description, kind, graph.operators):
+            return _attend_alone(graph, query, layer, kind)
         if kind is Decoder.PREFIX:
             return _attend_prefix(graph, query, layer)
         rows = ("cumulative_lengths", "past_lengths", "block_table", "no_slots", "attention_metadata")
@@ -411,13 +445,16 @@ def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -
     return _attend_prefix(graph, query, layer, own=(key, value))
 
 
-def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, *, with_prefix: bool) -> str:
-    """Attention of one token a row by our own operator, after the token itself is stored."""
+def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, kind: Decoder) -> str:
+    """Attention by our own operators, after the tokens themselves are stored."""
     description = graph.description
     at = f"layers.{layer}.attention"
     scale = 1 / math.sqrt(description.head_dim)
-    inputs = [query, f"key_{layer}", f"value_{layer}", "block_table", "past_lengths", "attention_room"]
-    if not with_prefix:
+    inputs = [query, f"key_{layer}", f"value_{layer}", "block_table", "past_lengths"]
+    if kind is Decoder.PROMPT:
+        return graph.own("AttendPrompt", [*inputs, "cumulative_lengths", "tiles"], [at], scale=scale)
+    inputs.append("attention_room")
+    if kind is Decoder.DECODE:
         return graph.own("Attend", inputs, [at], scale=scale)
     # All rows meet the prefix in one product for each KV head: its query heads of all rows against its keys.
     kv_heads, dim = description.num_kv_heads, description.cache_head_dim
@@ -434,7 +471,7 @@ def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, *, with_prefix
         alpha=float(scale),
     )
     shares, weight = f"{at}.shares", f"{at}.weight"
-    graph.own("SoftmaxWeight", [scores], [shares, weight])
+    graph.own("SoftmaxWeight", [scores, "prefix_length"], [shares, weight])
     answer = graph.node("MatMul", [shares, f"prefix_value_{layer}"], [f"{at}.answer"])
     return graph.own("AttendPrefixed", [*inputs, answer, weight], [at], scale=scale)
 
@@ -480,10 +517,11 @@ def _feed_forward(graph: CudaGraphWriter, normed: str, at: str) -> str:
     rows: 3 % of a step). The whole row is one group: smaller ones are slower (H200, 8192 x 11008: 0.36 ms; halves 0.44,
     128s 0.59; QuickGelu and Mul 0.38).
     """
+    if graph.operators is Operators.FUSED:
+        both = project(graph, normed, f"{at}.mlp.gate_up")
+        return project(graph, graph.own("GatedProduct", [both], [f"{at}.mlp.gated"]), f"{at}.mlp.down")
     gate = project(graph, normed, f"{at}.mlp.gate")
     up = project(graph, normed, f"{at}.mlp.up")
-    if graph.operators is Operators.FUSED:
-        return project(graph, graph.own("GatedProduct", [gate, up], [f"{at}.mlp.gated"]), f"{at}.mlp.down")
     scale = _scales(graph, "mlp.scale", graph.description.intermediate_size, math.sqrt(_DWARFING))
     gated = graph.node(
         "GatedRMSNorm",

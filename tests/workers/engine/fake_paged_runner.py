@@ -39,7 +39,7 @@ class FakePagedRunner:
         context_length: int,
         *,
         reserved_rows: int = 0,
-        prefix_tokens: tuple[int, ...] = (),
+        prefix_blocks: tuple[int, ...] = (),
         copies_blocks: bool = True,
         seed: int = 0,
     ) -> None:
@@ -54,7 +54,7 @@ class FakePagedRunner:
         self.max_rows = max_rows = max_rows + reserved_rows
         widest = -(-context_length // block_size)
         self.table_widths = [width for width in (1, 2, 4, 8, 16, 32, 64) if width < widest] + [widest]
-        self.prefix_tokens = [tokens for tokens in prefix_tokens if tokens % block_size == 0]
+        self.prefix_blocks = prefix_blocks
         self.prefix_min_rows = 2
         self.loaded_prefix = b""
         self.prefix = np.zeros(0, dtype=np.int64)
@@ -118,7 +118,7 @@ class FakePagedRunner:
         shared = len(call.prefix_blocks) * self.block_size
         loads_prefix = shared > 0 and call.prefix_digest != self.loaded_prefix
         if shared:
-            assert shared in self.prefix_tokens and count >= self.prefix_min_rows
+            assert len(call.prefix_blocks) in self.prefix_blocks and count >= self.prefix_min_rows
             assert ((call.past_lengths - shared + 2) <= call.table_width * self.block_size).all()
             self.loaded_prefix = call.prefix_digest
             self.prefix_rows += count

@@ -13,7 +13,7 @@ import itertools
 import json
 import random
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 
 from benchmarks import gpu as benchmark
 from benchmarks.mixed_load import Mix, compare_alone, run_mixed_load
+from benchmarks.random_artifact import write_random_artifact
 from jobs.settings import EngineSettings
 from tests.checkpoints import DESCRIPTION, random_weights, save_huggingface
 from tests.workers.engine.fake_runner import VOCAB_SIZE, continuation, next_token
@@ -42,8 +43,13 @@ from workers.models.convert import convert
 from workers.models.cuda_graph import (
     Decoder,
     Operators,
+    artifact_entries,
     build_decoder_graph,
     build_sampler_graph,
+    decoder_weights,
+    stored_weights,
+    tile_tokens,
+    weight_parts,
     weight_shapes,
 )
 from workers.models.description import ModelDescription
@@ -239,11 +245,19 @@ def _run_decoder(binding: Binding) -> None:
     prefix = np.zeros(0, dtype=np.int64)
     if "prefix_key_0" in binding.places:
         prefix = binding.array("prefix_key_0")[0, :, 0].astype(np.int64)
-        if not attends_alone:
+        if attends_alone:
+            (length,) = binding.array("prefix_length")
+            assert 0 < length <= prefix.size
+            prefix = prefix[:length]
+        else:
             flat[binding.array("virtual_slots")] = VIRTUAL
     cache[:, :, 0, 0] = flat.reshape(cache.shape[:2])
     room = table.shape[1] * cache.shape[1]
-    most_new, longest, _ = (1, room, 1) if attends_alone else binding.metadata["attention_metadata"]
+    if "tiles" in binding.places:
+        most_new, longest = 1 << 20, room
+        _check_tiles(binding.array("tiles"), cumulative)
+    else:
+        most_new, longest, _ = (1, room, 1) if attends_alone else binding.metadata["attention_metadata"]
     contexts: list[np.ndarray] = []
     for row, (start, end) in enumerate(itertools.pairwise(cumulative)):
         assert end - start <= most_new
@@ -264,6 +278,15 @@ def _run_decoder(binding: Binding) -> None:
     logits[np.arange(len(chosen)), chosen] = 10.0
     binding.array("next_ids")[...] = chosen
     binding.array("fed_ids")[...] = fed
+
+
+def _check_tiles(tiles: np.ndarray, cumulative: np.ndarray) -> None:
+    """Every token is in one tile, and in one alone."""
+    times = np.zeros(cumulative[-1], dtype=int)
+    for row, first in tiles:
+        begin = cumulative[row] + first
+        times[begin : min(begin + tile_tokens(TINY), cumulative[row + 1])] += 1
+    assert (times == 1).all()
 
 
 class PretendedOperators:
@@ -344,15 +367,45 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
 
 def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: PretendedCuda) -> None:
     grouped = ModelDescription(**{**TINY.to_json(), "head_dim": 64, "num_heads": 4})
-    assert not make_runner(grouped, prefix_tokens=(16,)).prefix_tokens
+    assert not make_runner(grouped, prefix_tokens=(16,)).prefix_blocks
     runner = make_runner(grouped, prefix_tokens=(16,), prefix_min_rows=2, operators=PretendedOperators())
-    assert tuple(runner.prefix_tokens) == (16,)
+    assert tuple(runner.prefix_blocks) == (1,)
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
     prompts = [[5] * 20 + [token] for token in range(6)]
     futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(30))) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):
         assert list(future.result(60).completion_token_ids) == continuation(prompt, 30, frozenset([3]))[0]
     engine.close()
+
+
+def test_a_prefix_shares_the_room_of_a_longer_one_with_our_own_attention_only(device: PretendedCuda) -> None:
+    """48 tokens in the room of 64: read once for all rows, whose own tables may then be as wide as 72 tokens need."""
+    assert tuple(make_runner(prefix_tokens=(16, 64)).prefix_blocks) == (1, 4)
+    runner = make_runner(
+        _with_heads(64), prefix_tokens=(32, 64), prefix_min_rows=2, operators=PretendedOperators(), max_rows=4
+    )
+    assert tuple(runner.prefix_blocks) == (2, 3, 4)
+    engine = PagedEngine(runner, stop_token_ids=[], prefill_budget_tokens=64)
+    shared = [n % VOCAB_SIZE for n in range(49)]
+    futures = [engine.submit(GenerationRequest([*shared, own], SamplingParameters(69))) for own in range(4)]
+    for own, future in enumerate(futures):
+        assert list(future.result(60).completion_token_ids) == continuation([*shared, own], 69)[0]
+    engine.close()
+    assert runner._loaded_prefix, "the prefix was read once for all rows"
+
+
+def test_prefixes_of_one_room_take_as_many_blocks_as_fill_more_than_half_of_it() -> None:
+    assert cuda.prefix_block_counts((), 128, fills=False) == ()
+    assert cuda.prefix_block_counts((512, 1024), 128, fills=True) == (4, 8)
+    assert cuda.prefix_block_counts((512, 1024), 128, fills=False) == (3, 4, 5, 6, 7, 8)
+    assert cuda.prefix_block_counts((256,), 256, fills=False) == (1,)
+
+
+def test_prompts_are_cut_into_tiles_of_which_the_longest_to_read_comes_first() -> None:
+    lengths, past = np.array([1, 300, 128], dtype=np.int32), np.array([500, 0, 100], dtype=np.int32)
+    tiles = cuda.prompt_tiles(lengths, past, 128)
+    assert tiles.tolist() == [[0, 0], [1, 256], [1, 128], [2, 0], [1, 0]]
+    assert tiles.dtype == np.int32
 
 
 class Refusing(PretendedOperators):
@@ -421,6 +474,57 @@ def test_sampled_rows_take_the_token_that_the_sampler_drew(device: PretendedCuda
     assert all(len(entry.top) == 3 and entry.top[0][0] == 11 for entry in told.logprobs)
 
 
+def test_many_rows_are_drawn_in_parts(device: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler's memory grows with the rows that it draws for at once; each row keeps what it asked for."""
+    monkeypatch.setattr(cuda, "_DRAWN_AT_ONCE", 2 * VOCAB_SIZE)
+    monkeypatch.setattr(cuda, "_DRAWN_ROWS", 2)
+    runner = make_runner(max_rows=7)
+    drawn: list[int] = []
+    monkeypatch.setattr(
+        Session, "run_with_iobinding", partialmethod(_noting_drawn_rows, drawn, Session.run_with_iobinding)
+    )
+    engine = PagedEngine(runner, stop_token_ids=[], prefill_budget_tokens=64)
+    asked = []
+    for n in range(14):
+        wants = SamplingParameters(9, temperature=0.7, seed=n, logit_bias=((n, 50.0),), logprobs=n % 4, top_p=0.9)
+        asked.append(engine.submit(GenerationRequest([n, 5], wants if n % 3 else SamplingParameters(9))))
+    for n, future in enumerate(asked):
+        completion = future.result(60)
+        assert list(completion.completion_token_ids) == ([n] * 9 if n % 3 else continuation([n, 5], 9)[0])
+        assert completion.logprobs is None or [len(entry.top) for entry in completion.logprobs] == [n % 4] * 9
+    engine.close()
+    assert max(drawn) == 2 and len(drawn) > 9 * 3
+
+
+def _noting_drawn_rows(session: Any, drawn: list[int], run: Any, binding: Binding, options: RunOptions) -> None:
+    if not session.is_decoder and not session.is_prefix_copy:
+        drawn.append(binding.places["logits"][1][0])
+    run(session, binding, options)
+
+
+def test_room_is_left_for_all_that_samplers_take(device: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the cache is sized, as many rows are drawn as ever are at once, with extras and without."""
+    seen: list[tuple[bool, int]] = []
+    run, told = Session.run_with_iobinding, device.cudaMemGetInfo
+
+    def note(session: Session, binding: Binding, options: RunOptions) -> None:
+        if not session.is_decoder and not session.is_prefix_copy:
+            seen.append(("bias_ids" in binding.places, binding.places["logits"][1][0]))
+        run(session, binding, options)
+
+    def ask() -> tuple[Error, int, int]:
+        asked.append(list(seen))
+        return told()
+
+    asked: list[list[tuple[bool, int]]] = []
+    monkeypatch.setattr(Session, "run_with_iobinding", note)
+    monkeypatch.setattr(device, "cudaMemGetInfo", ask)
+    runner = make_runner()
+    runner.start()
+    runner.close()
+    assert asked == [[], [(False, 6), (True, 6)]]
+
+
 def test_many_penalized_tokens_make_the_sampling_buffers_grow(
     device: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +574,16 @@ def longer_artifact(tmp_path: Path) -> Artifact:
 def _convert_random(folder: Path, description: ModelDescription) -> Artifact:
     source = save_huggingface(folder / "source", description, random_weights(description))
     return convert(str(source), folder / "artifact", dtype="float32", cache=folder)
+
+
+def test_a_random_artifact_has_every_weight_that_the_engine_loads(tmp_path: Path, device: PretendedCuda) -> None:
+    """What benchmarks run where a model's own weights are not at hand."""
+    artifact = write_random_artifact(tmp_path, "tiny", TINY, 120)
+    weights = stored_weights(artifact_entries(artifact.model_path), tmp_path / "tiny", "float16")
+    uploaded = cuda.upload_weights(TINY, 120, weights)
+    assert set(uploaded.tensors) == set(weight_shapes(TINY, 120))
+    uploaded.close()
+    assert not device.memory
 
 
 def test_an_artifact_becomes_a_running_engine_and_leaves_nothing_behind(
@@ -537,19 +651,40 @@ def _with_heads(head_dim: int) -> ModelDescription:
 def test_the_decoder_takes_every_weight_as_input_and_nothing_else_large() -> None:
     model = build_decoder_graph(TINY, "float16", 120)
     names = {value.name for value in model.graph.input}
-    assert set(weight_shapes(TINY, 120)) <= names
+    assert set(decoder_weights(TINY, 120, Decoder.STEP, Operators.STOCK)) <= names
     assert all(list(tensor.dims) == [64] for tensor in model.graph.initializer)
     assert sum(node.op_type == "PagedAttention" for node in model.graph.node) == 2
 
 
-@pytest.mark.parametrize(("head_dim", "attention"), [(16, "PagedAttention"), (64, "Attend_float16")])
-def test_our_own_operators_take_the_place_of_several(head_dim: int, attention: str) -> None:
-    model = build_decoder_graph(_with_heads(head_dim), "float16", 120, Decoder.DECODE, Operators.FUSED)
+@pytest.mark.parametrize(
+    ("head_dim", "kind", "attention"),
+    [
+        (16, Decoder.STEP, "PagedAttention"),
+        (64, Decoder.STEP, "PagedAttention"),
+        (64, Decoder.DECODE, "Attend_float16"),
+        (64, Decoder.PROMPT, "AttendPrompt_float16"),
+        (64, Decoder.PREFIX, "AttendPrefixed_float16"),
+    ],
+)
+def test_our_own_operators_take_the_place_of_several(head_dim: int, kind: Decoder, attention: str) -> None:
+    model = build_decoder_graph(_with_heads(head_dim), "float16", 120, kind, Operators.FUSED)
     ops = [node.op_type for node in model.graph.node]
     for name in ("RotateAppend_float16", "GatedProduct_float16", attention):
         assert ops.count(name) == 2, "once a layer"
     assert ops.count("RowArgmax_float16") == 1
     assert not {"QuickGelu", "RotaryEmbedding", "ArgMax"} & set(ops)
+
+
+@pytest.mark.parametrize("kind", Decoder)
+@pytest.mark.parametrize("operators", Operators)
+def test_a_decoder_takes_every_weight_once_whole_or_in_parts(kind: Decoder, operators: Operators) -> None:
+    parts, wholes = weight_parts(TINY), weight_shapes(TINY, 120)
+    rows = dict.fromkeys(wholes, 0)
+    for name, shape in decoder_weights(TINY, 120, kind, operators).items():
+        whole = name if name in wholes else parts[name].whole
+        assert shape[1:] == wholes[whole][1:]
+        rows[whole] += shape[0]
+    assert rows == {name: shape[0] for name, shape in wholes.items()}
 
 
 @pytest.mark.parametrize("with_extras", [False, True])

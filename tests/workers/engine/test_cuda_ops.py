@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 
 from tests.checkpoints import DESCRIPTION
 from workers.engine import cuda_ops
+from workers.engine.cuda import prompt_tiles
 from workers.engine.cuda_ops import OperatorsUnavailable, build_library, load_operators
 from workers.engine.flavour import cuda_trouble, load_libraries
 from workers.models.cuda_graph import OWN_DOMAIN, attention_room
@@ -57,15 +58,16 @@ def test_every_operator_is_known_to_a_session_in_both_types(cache: Path) -> None
     if not cuda_trouble():
         pytest.skip("with a GPU they run: see below")
     shapes: Mapping[str, tuple[list[int], list[int]]] = {
-        "GatedProduct": ([0, 0], [0]),
+        "GatedProduct": ([0], [0]),
         "RowArgmax": ([0], [TensorProto.INT64]),
         "RotateAppend": ([0, TensorProto.INT64, TensorProto.INT32, 0, 0, 0, 0], [0, 0]),
-        "SoftmaxWeight": ([0], [0, TensorProto.FLOAT]),
+        "SoftmaxWeight": ([0, TensorProto.INT32], [0, TensorProto.FLOAT]),
         "Attend": ([0, 0, 0, TensorProto.INT32, TensorProto.INT32, TensorProto.FLOAT], [0]),
         "AttendPrefixed": (
             [0, 0, 0, TensorProto.INT32, TensorProto.INT32, TensorProto.FLOAT, 0, TensorProto.FLOAT],
             [0],
         ),
+        "AttendPrompt": ([0, 0, 0, *[TensorProto.INT32] * 4], [0]),
     }
     for element, suffix in ((TensorProto.FLOAT16, "float16"), (TensorProto.BFLOAT16, "bfloat16")):
         for name, (inputs, outputs) in shapes.items():
@@ -149,7 +151,7 @@ ELEMENTS: Mapping[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": 
 def test_the_gate_is_silu_times_up(dtype: CudaType, rows: int, columns: int) -> None:
     rng = np.random.default_rng(rows)
     gate, up = (_rounded(rng.normal(0, 3, (rows, columns)), dtype) for _ in range(2))
-    (product,) = _run("GatedProduct", dtype, [gate, up], [gate.shape])
+    (product,) = _run("GatedProduct", dtype, [np.concatenate([gate, up], axis=1)], [gate.shape])
     wanted = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(product, wanted, rtol=2 * ROUNDING[dtype], atol=1e-6)
 
@@ -201,21 +203,36 @@ def test_queries_and_keys_are_turned_and_stored(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (37, 1024), (300, 256), (2, 8192)])
-def test_a_softmax_tells_the_weight_of_its_row(dtype: CudaType, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "length"), [(1, 128, 128), (37, 1024, 896), (300, 256, 256), (2, 8192, 4224), (5, 512, 8)]
+)
+def test_a_softmax_tells_the_weight_of_its_row(dtype: CudaType, rows: int, columns: int, length: int) -> None:
     rng = np.random.default_rng(columns)
     scores = _rounded(rng.normal(0, 4, (3, rows, columns)), dtype)
-    shares, weights = _run("SoftmaxWeight", dtype, [scores], [scores.shape, scores.shape[:2]], float_outputs=(1,))
+    scores[..., length:] = np.nan
+    inputs = [scores, np.array([length], dtype=np.int32)]
+    shares, weights = _run("SoftmaxWeight", dtype, inputs, [scores.shape, scores.shape[:2]], float_outputs=(1,))
+    scores = scores[..., :length]
     wanted = np.log(np.exp(scores.astype(np.float64)).sum(axis=2))
+    near = 2 * ROUNDING[dtype] + 1e-4
     np.testing.assert_allclose(weights, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(shares, np.exp(scores - wanted[..., None]), rtol=2 * ROUNDING[dtype] + 1e-4, atol=1e-6)
+    np.testing.assert_allclose(shares[..., :length], np.exp(scores - wanted[..., None]), rtol=near, atol=1e-6)
+    np.testing.assert_array_equal(shares[..., length:], 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_prefix", [False, True])
 @pytest.mark.parametrize(
     ("rows", "group", "kv_heads", "dim"),
-    [(5, 1, 4, 128), (70, 4, 8, 128), (33, 3, 3, 64), (4, 2, 2, 64), (3, 1, 2, 64)],
+    [
+        (5, 1, 4, 128),
+        (70, 4, 8, 128),
+        (33, 3, 3, 64),
+        (4, 2, 2, 64),
+        (3, 1, 2, 64),
+        (9, 8, 2, 128),
+        (6, 7, 1, 64),
+    ],
 )
 def test_a_token_attends_to_its_rows_context(
     dtype: CudaType, rows: int, group: int, kv_heads: int, dim: int, with_prefix: bool
@@ -273,6 +290,52 @@ def test_a_token_attends_to_its_rows_context(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "size"), [(1, 3, 128, 128), (4, 2, 128, 128), (3, 2, 64, 256), (7, 1, 64, 64)]
+)
+def test_a_prompts_tokens_attend_to_what_comes_before_them(
+    dtype: CudaType, group: int, kv_heads: int, dim: int, size: int
+) -> None:
+    """Against float64: fresh prompts and pieces of longer ones, of one token to several tiles, blocks in any order.
+
+    What lies behind a row's tokens in its blocks is no number, and must not be seen.
+    """
+    rng = np.random.default_rng(dim + group)
+    lengths = np.array([1, 17, 128, 129, 300, 64, 2, 383], dtype=np.int32)
+    past = np.array([0, 0, 0, 40, 65, 3 * size - 64, 200, 1], dtype=np.int32)
+    width = -(-int((lengths + past).max()) // size)
+    tables = rng.permutation(len(lengths) * width).reshape(len(lengths), width).astype(np.int32)
+    tokens, heads = int(lengths.sum()), group * kv_heads
+    query = _rounded(rng.normal(0, 1, (tokens, heads * dim)), dtype)
+    shape = (len(lengths) * width, size, kv_heads, dim)
+    keys, values = (_rounded(rng.normal(0, 1, shape), dtype) for _ in range(2))
+    cumulative = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    scale = 1 / np.sqrt(dim)
+
+    wanted = np.empty((tokens, kv_heads, group, dim))
+    positions = np.arange(width * size)
+    for row, (new, before) in enumerate(zip(lengths, past, strict=True)):
+        places = tables[row].repeat(size), positions % size
+        for cache in (keys, values):
+            cache[places[0][before + new :], places[1][before + new :]] = np.nan
+        own_keys, own_values = (
+            cache[places[0][: before + new], places[1][: before + new]].astype(np.float64) for cache in (keys, values)
+        )
+        own = query[cumulative[row] : cumulative[row + 1]].reshape(new, kv_heads, group, dim)
+        scores = np.einsum("qkgd,tkd->qkgt", own, own_keys) * scale
+        is_later = positions[None, : before + new] > before + np.arange(new)[:, None]
+        scores[np.broadcast_to(is_later[:, None, None, :], scores.shape)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+        weights /= weights.sum(axis=3, keepdims=True)
+        wanted[cumulative[row] : cumulative[row + 1]] = np.einsum("qkgt,tkd->qkgd", weights, own_values)
+
+    inputs: list[Array] = [query, keys, values, tables, past, cumulative, prompt_tiles(lengths, past, 128 // group)]
+    attributes = {"scale": float(scale)}
+    (answer,) = _run("AttendPrompt", dtype, inputs, [query.shape], heads=(dim, group), attributes=attributes)
+    np.testing.assert_allclose(answer, wanted.reshape(tokens, -1), rtol=0, atol=6 * ROUNDING[dtype])
+
+
+@pytest.mark.gpu
 def test_the_beginnings_of_blocks_are_copied_in_every_plane(dtype: CudaType) -> None:
     runtime = importlib.import_module("cuda.bindings.runtime")
     rng = np.random.default_rng(7)
@@ -300,9 +363,8 @@ def test_the_beginnings_of_blocks_are_copied_in_every_plane(dtype: CudaType) -> 
 
 @pytest.mark.gpu
 def test_shapes_that_disagree_are_refused(dtype: CudaType) -> None:
-    gate, up = np.zeros((2, 8), np.float32), np.zeros((2, 16), np.float32)
-    with pytest.raises(Exception, match="GatedProduct: gate and up have one shape"):
-        _run("GatedProduct", dtype, [gate, up], [gate.shape])
+    with pytest.raises(Exception, match="GatedProduct: gate and up lie side by side"):
+        _run("GatedProduct", dtype, [np.zeros((2, 15), np.float32)], [(2, 7)])
 
 
 def _rounded(values: Array, dtype: CudaType) -> Array:

@@ -245,7 +245,8 @@ def test_a_prefix_that_is_shared_gives_the_answer_of_one_that_is_computed(storie
     with running(stories) as (engine, runner):
         ask(engine, prompts[:1], max_tokens=1)
         shared = ask(engine, prompts, max_tokens=60, logprobs=0)
-        assert all(completion.cached_tokens == runner.block_size for completion in shared)
+        # The rest of the shared beginning is copied, if the row that it is copied from is still there.
+        assert all(completion.cached_tokens >= runner.block_size for completion in shared)
     assert not any(completion.cached_tokens for completion in computed)
     assert largest_gap(computed, shared) <= 2e-2
     assert share_agreeing(computed, shared, "prefix computed and shared") >= 0.8

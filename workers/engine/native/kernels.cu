@@ -5,6 +5,7 @@ typedef unsigned short Element;  // the bits of a float16 or bfloat16
 typedef long long Index;
 
 #ifdef BFLOAT16
+#define TYPE "bf16"
 __device__ __forceinline__ float widen(Element bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
 __device__ __forceinline__ Element narrow(float value) {
   Element bits;
@@ -12,6 +13,7 @@ __device__ __forceinline__ Element narrow(float value) {
   return bits;
 }
 #else
+#define TYPE "f16"
 __device__ __forceinline__ float widen(Element bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -23,6 +25,13 @@ __device__ __forceinline__ Element narrow(float value) {
   return bits;
 }
 #endif
+
+// Two elements in one register, the first in its lower half.
+__device__ __forceinline__ unsigned narrow_two(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
 
 // A few elements that are moved at once.
 template <int COUNT>
@@ -90,20 +99,22 @@ __device__ __forceinline__ Element gate_one(Element gate, Element up) {
   return narrow(x / (1.0f + __expf(-x)) * widen(up));
 }
 
-// silu(gate) * up, element by element.
-extern "C" __global__ void gated_product(Element* __restrict__ output, const Element* __restrict__ gate,
-                                         const Element* __restrict__ up, Index count) {
-  const Index first = static_cast<Index>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const Index stride = static_cast<Index>(gridDim.x) * blockDim.x;
-  for (Index i = first; i < count / 8; i += stride) {
+// silu(gate) * up, element by element; a token's gates lie before its ups. A block, or four, for each token.
+extern "C" __global__ void gated_product(Element* __restrict__ output, const Element* __restrict__ both, int columns) {
+  const Element* gate = both + static_cast<Index>(blockIdx.x) * 2 * columns;
+  const Element* up = gate + columns;
+  Element* out = output + static_cast<Index>(blockIdx.x) * columns;
+  const int first = blockIdx.y * blockDim.x + threadIdx.x, stride = gridDim.y * blockDim.x;
+  const int wide = columns % 8 ? 0 : columns / 8;  // rows begin at whole multiples of 16 bytes only then
+#pragma unroll 2
+  for (int i = first; i < wide; i += stride) {
     const Eight g = reinterpret_cast<const Eight*>(gate)[i], u = reinterpret_cast<const Eight*>(up)[i];
     Eight result;
 #pragma unroll
     for (int j = 0; j < 8; j++) result.at[j] = gate_one(g.at[j], u.at[j]);
-    reinterpret_cast<Eight*>(output)[i] = result;
+    reinterpret_cast<Eight*>(out)[i] = result;
   }
-  const Index rest = count / 8 * 8 + first;
-  if (rest < count) output[rest] = gate_one(gate[rest], up[rest]);
+  for (int i = wide * 8 + first; i < columns; i += stride) out[i] = gate_one(gate[i], up[i]);
 }
 
 __device__ __forceinline__ float power_of_two(float exponent) {
@@ -112,27 +123,20 @@ __device__ __forceinline__ float power_of_two(float exponent) {
   return value;
 }
 
-// Eight elements that are read once and not again.
-__device__ __forceinline__ Eight stream(const Element* from) {
-  uint4 bits;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "l"(from));
-  return *reinterpret_cast<const Eight*>(&bits);
-}
-
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;  // of logits; finite, so that differences of two are numbers
 
-// Softmax of each row of scores, and the logarithm of the sum of the row's exponentials. A block for each row.
+// Softmax of the first *length of each row of scores, zeros behind, and the logarithm of the sum of the row's exponentials.
+// A block for each row.
 extern "C" __global__ void softmax_weight(Element* __restrict__ shares, float* __restrict__ weights,
-                                          const Element* __restrict__ scores, int columns) {
+                                          const Element* __restrict__ scores, const int* __restrict__ length,
+                                          int columns) {
   __shared__ float of_warps[2][8];
   const Eight* row = reinterpret_cast<const Eight*>(scores + static_cast<Index>(blockIdx.x) * columns);
   Eight* out = reinterpret_cast<Eight*>(shares + static_cast<Index>(blockIdx.x) * columns);
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, filled = min(*length, columns) / 8;
   float most = LOWEST, sum = 0.0f;
-  for (int i = threadIdx.x; i < columns / 8; i += blockDim.x) {
+  for (int i = threadIdx.x; i < filled; i += blockDim.x) {
     const Eight values = row[i];
     float largest = most;
 #pragma unroll
@@ -156,7 +160,7 @@ extern "C" __global__ void softmax_weight(Element* __restrict__ shares, float* _
   for (int i = 0; i < warps; i++) most = fmaxf(most, of_warps[0][i]);
   for (int i = 0; i < warps; i++) sum += of_warps[1][i] * power_of_two((of_warps[0][i] - most) * LOG2_E);
   const float scale = 1.0f / sum;
-  for (int i = threadIdx.x; i < columns / 8; i += blockDim.x) {
+  for (int i = threadIdx.x; i < filled; i += blockDim.x) {
     const Eight values = row[i];
     Eight result;
 #pragma unroll
@@ -165,156 +169,206 @@ extern "C" __global__ void softmax_weight(Element* __restrict__ shares, float* _
     }
     out[i] = result;
   }
+  for (int i = filled + threadIdx.x; i < columns / 8; i += blockDim.x) out[i] = Eight{};
   if (threadIdx.x == 0) weights[blockIdx.x] = most + __logf(sum);
 }
 
-// Attention of one token a row to its row's context in the paged cache, the token itself included. A block for each row
-// and KV head, with GROUP query heads. A token's channels are spread over LANES lanes, each with eight of either half, so
-// a warp reads 32 / LANES tokens at once; every such set of lanes keeps a softmax of its own as it goes, and all are
-// joined at the end. With a prefix, what was attended to elsewhere takes part as one token: its answer, and its weight as
-// the logarithm of its sum of exponentials, [kv_heads, rows * GROUP(, DIM)].
+#ifdef ATTEND_DIM  // compiled for the heads of the model at hand
+
+constexpr int DIM = ATTEND_DIM, GROUP = ATTEND_GROUP;  // channels of a head, and query heads to a KV head
+constexpr int CHUNKS = DIM / 8;                        // of 16 bytes, of a token
+
+// Keys and values come through shared memory. There a token's chunks change places by its number, so that eight tokens'
+// equal chunks lie in different banks. Where one of them lies, in bytes:
+__device__ __forceinline__ int place(int token, int chunk) { return token * DIM * 2 + (chunk ^ token % 8) * 16; }
+
+__device__ __forceinline__ unsigned shared_address(const void* memory) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(memory));
+}
+
+// 16 bytes to shared memory, later; zeros where there is nothing to copy.
+__device__ __forceinline__ void copy_later(unsigned address, const Element* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_there ? 16 : 0));
+}
+// What was said to be copied since the last mark is one group.
+__device__ __forceinline__ void mark_copies() { asm volatile("cp.async.commit_group;"); }
+// Until all groups have come but the last `COUNT`.
+template <int COUNT>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT));
+}
+
+// Four 8 x 8 matrices from shared memory, whose rows lie where the lanes say, eight lanes for each; as they are or turned.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_turned_matrices(unsigned (&to)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
+// Of an 8 x 8 matrix that lies in a warp as two elements a lane, row by row: the one with rows and columns changed.
+__device__ __forceinline__ unsigned turn(unsigned bits) {
+  unsigned turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(bits));
+  return turned;
+}
+
+// One product of the tensor cores: sum [16, 8] += left [16, 16] * right [16, 8], spread over a warp as the PTX manual says
+// (mma.m16n8k16): sum[0], sum[1] are of row lane / 4 and columns lane % 4 * 2 and the next, sum[2], sum[3] eight rows below.
+__device__ __forceinline__ void multiply(float (&sum)[4], unsigned left0, unsigned left1, unsigned left2, unsigned left3,
+                                         unsigned right0, unsigned right1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left0), "r"(left1), "r"(left2), "r"(left3), "r"(right0), "r"(right1));
+}
+
+// Attention of one token a row to its row's context in the paged cache, the token itself included. A block for each KV head
+// and row, with the query heads that share it; block sizes are multiples of TOKENS. A warp takes TOKENS at a time, and has
+// the next ones on their way meanwhile. It multiplies [tokens, channels] by [channels, heads], of eight heads those beyond
+// GROUP zero, keeps a softmax of its own as it goes, and adds up [channels, tokens] by [tokens, heads].
+// With a prefix, what was attended to elsewhere takes part as one token: its answer, [kv_heads, rows * GROUP, DIM], and its
+// weight as the logarithm of its sum of exponentials, [kv_heads, rows * GROUP].
 // With several blocks in z, each attends to one segment of the context, and what it found goes to `partial`, for
 // `attend_join`: [rows, kv_heads, segments, GROUP, DIM + 2], the answer, its largest score and its sum.
-template <int LANES, int GROUP>
-__device__ __forceinline__ void attend_row(Element* __restrict__ output, const Element* __restrict__ query,
-                                           const Element* __restrict__ key_cache,
-                                           const Element* __restrict__ value_cache,
-                                           const int* __restrict__ block_table, const int* __restrict__ past_lengths,
-                                           const Element* __restrict__ prefix_answer,
-                                           const float* __restrict__ prefix_weight, float* __restrict__ partial,
-                                           int table_width, int block_size, int segment, float scale) {
-  constexpr int DIM = LANES * 16, AT_ONCE = 32 / LANES, UNROLL = GROUP == 1 ? 4 : 2, WARPS = 4;
-  constexpr int CHUNK = AT_ONCE * UNROLL;
+extern "C" __global__ void __launch_bounds__(128)
+    attend(Element* __restrict__ output, const Element* __restrict__ query, const Element* __restrict__ key_cache,
+           const Element* __restrict__ value_cache, const int* __restrict__ block_table,
+           const int* __restrict__ past_lengths, const Element* __restrict__ prefix_answer,
+           const float* __restrict__ prefix_weight, float* __restrict__ partial, int table_width, int block_size,
+           int segment, float scale) {
+  constexpr int WARPS = 4, TOKENS = 16, STEP = WARPS * TOKENS, TILE_BYTES = TOKENS * DIM * 2;
+  extern __shared__ __align__(128) unsigned char memory[];  // of each warp: keys and values, and those that come next
   const int kv_head = blockIdx.x, kv_heads = gridDim.x;
   const Index row = blockIdx.y;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES, which = lane / LANES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4, eighth = lane / 4;
   const int start = blockIdx.z * segment, length = min(past_lengths[row] + 1, start + segment);
   if (start >= length) return;
-  const Index stride = static_cast<Index>(kv_heads) * DIM;  // from one token to the next
   const int* table = block_table + row * table_width;
+  const Index stride = static_cast<Index>(kv_heads) * DIM;  // from one token to the next
+  const unsigned shared = shared_address(memory) + warp * 4 * TILE_BYTES;
 
-  float q[GROUP][16], answer[GROUP][16], most[GROUP], sum[GROUP];
+  auto load = [&](int begin, unsigned to) {
+    if (begin < length) {
+      const Index slot = static_cast<Index>(table[begin / block_size]) * block_size + begin % block_size;
+      const Index offset = slot * stride + kv_head * DIM;
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) {
-    const Element* from = query + (row * kv_heads + kv_head) * GROUP * DIM + g * DIM + part * 8;
-    const Eight first = *reinterpret_cast<const Eight*>(from);
-    const Eight second = *reinterpret_cast<const Eight*>(from + DIM / 2);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      q[g][i] = widen(first.at[i]) * (scale * LOG2_E);
-      q[g][8 + i] = widen(second.at[i]) * (scale * LOG2_E);
+      for (int n = 0; n < TOKENS * CHUNKS / 32; n++) {
+        const int token = (n * 32 + lane) / CHUNKS, chunk = (n * 32 + lane) % CHUNKS;
+        const Index from = offset + token * stride + chunk * 8;
+        copy_later(to + place(token, chunk), key_cache + from, begin + token < length);
+        copy_later(to + TILE_BYTES + place(token, chunk), value_cache + from, begin + token < length);
+      }
     }
-    most[g] = LOWEST, sum[g] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) answer[g][i] = 0.0f;
-  }
-  if (prefix_answer && start == 0 && warp == 0 && which == 0) {
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      const Index at = (kv_head * static_cast<Index>(gridDim.y) + row) * GROUP + g;
-      const Eight first = *reinterpret_cast<const Eight*>(prefix_answer + at * DIM + part * 8);
-      const Eight second = *reinterpret_cast<const Eight*>(prefix_answer + at * DIM + DIM / 2 + part * 8);
-      most[g] = prefix_weight[at] * LOG2_E, sum[g] = 1.0f;
-#pragma unroll
-      for (int i = 0; i < 8; i++) answer[g][i] = widen(first.at[i]), answer[g][8 + i] = widen(second.at[i]);
-    }
-  }
+    mark_copies();
+  };
+  const int first = start + warp * TOKENS;
+  load(first, shared);
+  load(first + STEP, shared + 2 * TILE_BYTES);
 
-  for (int begin = start + warp * CHUNK; begin < length; begin += WARPS * CHUNK) {
-    // A chunk lies within one block, whose size is a multiple of it.
-    const Index slot = static_cast<Index>(table[begin / block_size]) * block_size + begin % block_size + which;
-    const Index offset = slot * stride + kv_head * DIM + part * 8;
-    Eight keys[UNROLL][2], values[UNROLL][2];
+  // This lane's heads: `eighth` of the queries, 2 * pair and the next of scores and answers.
+  unsigned q[DIM / 16][2];
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      const Index at = offset + u * AT_ONCE * stride;
-      if (begin + u * AT_ONCE + which < length) {
-        keys[u][0] = stream(key_cache + at), keys[u][1] = stream(key_cache + at + DIM / 2);
-        values[u][0] = stream(value_cache + at), values[u][1] = stream(value_cache + at + DIM / 2);
-      } else {
-        keys[u][0] = keys[u][1] = values[u][0] = values[u][1] = Eight{};
-      }
-    }
-    float scores[UNROLL][GROUP];
+  for (int k = 0; k < DIM / 16; k++) {
+    const Element* from = query + ((row * kv_heads + kv_head) * GROUP + eighth) * DIM + k * 16 + pair * 2;
+    q[k][0] = eighth < GROUP ? *reinterpret_cast<const unsigned*>(from) : 0;
+    q[k][1] = eighth < GROUP ? *reinterpret_cast<const unsigned*>(from + 8) : 0;
+  }
+  float answer[DIM / 16][4] = {}, most[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f};
+  if (prefix_answer && start == 0 && warp == 0) {
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
+    for (int g = 0; g < 2; g++) {
+      if (2 * pair + g >= GROUP) continue;
+      const Index at = (kv_head * static_cast<Index>(gridDim.y) + row) * GROUP + 2 * pair + g;
+      most[g] = prefix_weight[at] * LOG2_E;
+      if (eighth == 0) sum[g] = 1.0f;  // sums are of each lane until the end
 #pragma unroll
-      for (int g = 0; g < GROUP; g++) {
-        float score = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          score += q[g][i] * widen(keys[u][0].at[i]);
-          score += q[g][8 + i] * widen(keys[u][1].at[i]);
-        }
-#pragma unroll
-        for (int distance = LANES / 2; distance; distance /= 2) {
-          score += __shfl_xor_sync(0xffffffffu, score, distance);
-        }
-        scores[u][g] = score;
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      float largest = most[g];
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        if (begin + u * AT_ONCE + which < length) largest = fmaxf(largest, scores[u][g]);
-      }
-      const float kept = power_of_two(most[g] - largest);
-      most[g] = largest, sum[g] *= kept;
-#pragma unroll
-      for (int i = 0; i < 16; i++) answer[g][i] *= kept;
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const bool is_there = begin + u * AT_ONCE + which < length;
-        const float share = is_there ? power_of_two(scores[u][g] - largest) : 0.0f;
-        sum[g] += share;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          answer[g][i] += share * widen(values[u][0].at[i]);
-          answer[g][8 + i] += share * widen(values[u][1].at[i]);
-        }
+      for (int n = 0; n < DIM / 16; n++) {
+        answer[n][g] = widen(prefix_answer[at * DIM + n * 16 + eighth]);
+        answer[n][2 + g] = widen(prefix_answer[at * DIM + n * 16 + 8 + eighth]);
       }
     }
   }
+  scale *= LOG2_E;
 
-  __shared__ float answers[WARPS][GROUP][DIM], mosts[WARPS][GROUP], sums[WARPS][GROUP];
+  int stage = 0;
+  for (int begin = first; begin < length; begin += STEP, stage ^= 1) {
+    await_copies<1>();
+    __syncwarp();
+    const unsigned keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
+    float scores[4] = {}, others[4] = {};  // of half of the channels each: two products at a time
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) {
+    for (int k = 0; k < DIM / 16; k++) {
+      unsigned left[4];
+      load_matrices(left, keys + place(lane % 16, k * 2 + lane / 16));
+      multiply(k % 2 ? others : scores, left[0], left[1], left[2], left[3], q[k][0], q[k][1]);
+    }
 #pragma unroll
-    for (int distance = LANES; distance < 32; distance *= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, most[g], distance);
-      const float largest = fmaxf(most[g], other);
-      const float mine = power_of_two(most[g] - largest), theirs = power_of_two(other - largest);
-      sum[g] = sum[g] * mine + __shfl_xor_sync(0xffffffffu, sum[g], distance) * theirs;
+    for (int i = 0; i < 4; i++) {
+      scores[i] = begin + eighth + i / 2 * 8 < length ? (scores[i] + others[i]) * scale : LOWEST;
+    }
+    float kept[2];
 #pragma unroll
-      for (int i = 0; i < 16; i++) {
-        answer[g][i] = answer[g][i] * mine + __shfl_xor_sync(0xffffffffu, answer[g][i], distance) * theirs;
+    for (int g = 0; g < 2; g++) {
+      float largest = fmaxf(scores[g], scores[2 + g]);
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
       }
+      largest = fmaxf(largest, most[g]);
+      kept[g] = power_of_two(most[g] - largest);
       most[g] = largest;
+      scores[g] = power_of_two(scores[g] - largest), scores[2 + g] = power_of_two(scores[2 + g] - largest);
+      sum[g] = sum[g] * kept[g] + scores[g] + scores[2 + g];
     }
-    if (which == 0) {
+    const unsigned early = turn(narrow_two(scores[0], scores[1])), late = turn(narrow_two(scores[2], scores[3]));
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        answers[warp][g][part * 8 + i] = answer[g][i];
-        answers[warp][g][DIM / 2 + part * 8 + i] = answer[g][8 + i];
-      }
-      if (part == 0) mosts[warp][g] = most[g], sums[warp][g] = sum[g];
+    for (int n = 0; n < DIM / 16; n++) {
+      unsigned left[4];
+      load_turned_matrices(left, values + place(lane / 16 * 8 + lane % 8, n * 2 + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; i++) answer[n][i] *= kept[i % 2];
+      multiply(answer[n], left[0], left[1], left[2], left[3], early, late);
+    }
+    __syncwarp();
+    load(begin + 2 * STEP, keys);
+  }
+
+  // The warps' answers, each with its largest score and its sum, become one.
+  __syncthreads();
+  float* const answers = reinterpret_cast<float*>(memory);  // [WARPS, GROUP, DIM]
+  float* const mosts = answers + WARPS * GROUP * DIM;       // [WARPS, GROUP]
+  float* const sums = mosts + WARPS * GROUP;
+#pragma unroll
+  for (int g = 0; g < 2; g++) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], distance);
+    const int at = warp * GROUP + 2 * pair + g;
+    if (2 * pair + g >= GROUP) continue;
+    if (eighth == 0) mosts[at] = most[g], sums[at] = sum[g];
+#pragma unroll
+    for (int n = 0; n < DIM / 16; n++) {
+      answers[at * DIM + n * 16 + eighth] = answer[n][g];
+      answers[at * DIM + n * 16 + 8 + eighth] = answer[n][2 + g];
     }
   }
   __syncthreads();
+  const Index head = row * kv_heads + kv_head;
   for (int i = threadIdx.x; i < GROUP * DIM; i += blockDim.x) {
     const int g = i / DIM;
     float largest = LOWEST, total = 0.0f, result = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, mosts[w][g]);
+    for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, mosts[w * GROUP + g]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float share = power_of_two(mosts[w][g] - largest);
-      total += sums[w][g] * share;
-      result += answers[w][g][i % DIM] * share;
+      const float share = power_of_two(mosts[w * GROUP + g] - largest);
+      total += sums[w * GROUP + g] * share;
+      result += answers[w * GROUP * DIM + i] * share;
     }
-    const Index head = row * kv_heads + kv_head;
     if (gridDim.z == 1) {
       output[head * GROUP * DIM + i] = narrow(result / total);
     } else {
@@ -325,26 +379,17 @@ __device__ __forceinline__ void attend_row(Element* __restrict__ output, const E
   }
 }
 
-#ifdef ATTEND_DIM  // compiled for the heads of the model at hand
-extern "C" __global__ void __launch_bounds__(128)
-    attend(Element* output, const Element* query, const Element* key_cache, const Element* value_cache,
-           const int* block_table, const int* past_lengths, const Element* prefix_answer, const float* prefix_weight,
-           float* partial, int table_width, int block_size, int segment, float scale) {
-  attend_row<ATTEND_DIM / 16, ATTEND_GROUP>(output, query, key_cache, value_cache, block_table, past_lengths,
-                                            prefix_answer, prefix_weight, partial, table_width, block_size, segment,
-                                            scale);
-}
-
 // The answer of each row and head from those of its segments. A block for each row and KV head.
 extern "C" __global__ void attend_join(Element* __restrict__ output, const float* __restrict__ partial,
                                        const int* __restrict__ past_lengths, int segment, int segments) {
-  constexpr int DIM = ATTEND_DIM, GROUP = ATTEND_GROUP;
   const Index head = static_cast<Index>(blockIdx.y) * gridDim.x + blockIdx.x;
   const int used = past_lengths[blockIdx.y] / segment + 1;
   for (int i = threadIdx.x; i < GROUP * DIM; i += blockDim.x) {
     const float* found = partial + (head * segments * GROUP + i / DIM) * (DIM + 2);
     float largest = LOWEST, total = 0.0f, result = 0.0f;
+#pragma unroll 8
     for (int n = 0; n < used; n++) largest = fmaxf(largest, found[n * GROUP * (DIM + 2) + DIM]);
+#pragma unroll 8
     for (int n = 0; n < used; n++) {
       const float* one = found + n * GROUP * (DIM + 2);
       const float share = power_of_two(one[DIM] - largest);
@@ -352,6 +397,153 @@ extern "C" __global__ void attend_join(Element* __restrict__ output, const float
       result += one[i % DIM] * share;
     }
     output[head * GROUP * DIM + i] = narrow(result / total);
+  }
+}
+
+// Attention of the tokens of prompts, whose keys and values are in the paged cache already, to all of their row that comes
+// before them, and to themselves. A block for each tile of a row's tokens, and KV head: its QUERIES are the tokens' query
+// heads that share it, one token's behind the other's; a warp takes 16. tiles: a row, and the tile's first token in the
+// piece of the row that is being computed; block sizes are multiples of KEYS. Keys and values come one tile ahead. The
+// softmax is kept as it goes (as in FlashAttention, Dao et al. 2022).
+extern "C" __global__ void __launch_bounds__(256)
+    attend_prompt(Element* __restrict__ output, const Element* __restrict__ query, const Element* __restrict__ key_cache,
+                  const Element* __restrict__ value_cache, const int* __restrict__ block_table,
+                  const int* __restrict__ past_lengths, const int* __restrict__ cumulative_lengths,
+                  const int* __restrict__ tiles, int table_width, int block_size, float scale) {
+  constexpr int THREADS = 256, QUERIES = THREADS / 2, KEYS = 64, TILE_BYTES = KEYS * DIM * 2;
+  extern __shared__ __align__(128) unsigned char memory[];  // keys, values, then those of the next tile
+  const unsigned shared = shared_address(memory);
+  const int row = tiles[2 * blockIdx.x], first = tiles[2 * blockIdx.x + 1];
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
+  const int begin = cumulative_lengths[row], past = past_lengths[row] + first;
+  const int tokens = min(QUERIES / GROUP, cumulative_lengths[row + 1] - begin - first), queries = tokens * GROUP;
+  const int keys = past + tokens;  // the last token attends to so many
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4, eighth = lane / 4;
+  const int* table = block_table + static_cast<Index>(row) * table_width;
+  const Index stride = static_cast<Index>(kv_heads) * DIM;
+
+  auto load = [&](int tile) {
+    const int key = tile * KEYS;
+    const Index slot = static_cast<Index>(table[key / block_size]) * block_size + key % block_size;
+    const Index offset = slot * stride + kv_head * DIM;
+    const unsigned to = shared + tile % 2 * 2 * TILE_BYTES;
+#pragma unroll
+    for (int n = 0; n < KEYS * CHUNKS / THREADS; n++) {
+      const int i = n * THREADS + threadIdx.x, token = i / CHUNKS, chunk = i % CHUNKS;
+      const Index from = offset + token * stride + chunk * 8;
+      copy_later(to + place(token, chunk), key_cache + from, key + token < keys);
+      copy_later(to + TILE_BYTES + place(token, chunk), value_cache + from, key + token < keys);
+    }
+    mark_copies();
+  };
+  load(0);
+
+  // Where a query's channels lie, in query and output.
+  auto channels_of = [&](int at) {
+    return ((static_cast<Index>(begin + first + at / GROUP) * kv_heads + kv_head) * GROUP + at % GROUP) * DIM;
+  };
+  // This lane's rows of its warp's are eighth and eighth + 8.
+  const int mine = warp * 16 + eighth;
+  unsigned q[DIM / 16][4];
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    const int at = mine + n % 2 * 8;
+    const Element* from = query + channels_of(at) + n / 2 * 8 + pair * 2;
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) q[k][n] = at < queries ? *reinterpret_cast<const unsigned*>(from + k * 16) : 0;
+  }
+  float answer[DIM / 8][4] = {}, most[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f};
+  scale *= LOG2_E;
+
+  const int count = (keys + KEYS - 1) / KEYS;
+  const int last = min(past + (warp * 16 + 15) / GROUP, keys - 1);  // the last position that this warp attends to
+  for (int tile = 0; tile < count; tile++) {
+    await_copies<0>();
+    __syncthreads();  // this tile is there, and nobody reads the one before it any more
+    if (tile + 1 < count) load(tile + 1);
+    const int key = tile * KEYS;
+    if (warp * 16 >= queries || key > last) continue;
+    const unsigned from_keys = shared + tile % 2 * 2 * TILE_BYTES, from_values = from_keys + TILE_BYTES;
+
+    float scores[KEYS / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 16; n++) {
+        unsigned right[4];
+        load_matrices(right, from_keys + place(n * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+        multiply(scores[2 * n], q[k][0], q[k][1], q[k][2], q[k][3], right[0], right[1]);
+        multiply(scores[2 * n + 1], q[k][0], q[k][1], q[k][2], q[k][3], right[2], right[3]);
+      }
+    }
+    if (key + KEYS - 1 > past + warp * 16 / GROUP) {  // some of these keys come after some of the queries
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int position = past + (mine + i / 2 * 8) / GROUP;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++) {
+          if (key + n * 8 + pair * 2 + i % 2 > position) scores[n][i] = LOWEST;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float largest = LOWEST;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) largest = fmaxf(largest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      largest = fmaxf(most[r], largest * scale);
+      const float kept = power_of_two(most[r] - largest);
+      most[r] = largest, sum[r] *= kept;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+        for (int i = 2 * r; i < 2 * r + 2; i++) {
+          scores[n][i] = power_of_two(scores[n][i] * scale - largest);
+          sum[r] += scores[n][i];
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < DIM / 8; n++) answer[n][2 * r] *= kept, answer[n][2 * r + 1] *= kept;
+    }
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+      const unsigned left0 = narrow_two(scores[2 * k][0], scores[2 * k][1]);
+      const unsigned left1 = narrow_two(scores[2 * k][2], scores[2 * k][3]);
+      const unsigned left2 = narrow_two(scores[2 * k + 1][0], scores[2 * k + 1][1]);
+      const unsigned left3 = narrow_two(scores[2 * k + 1][2], scores[2 * k + 1][3]);
+#pragma unroll
+      for (int n = 0; n < DIM / 16; n++) {
+        unsigned right[4];
+        load_turned_matrices(right, from_values + place(k * 16 + lane % 16, n * 2 + lane / 16));
+        multiply(answer[2 * n], left0, left1, left2, left3, right[0], right[1]);
+        multiply(answer[2 * n + 1], left0, left1, left2, left3, right[2], right[3]);
+      }
+    }
+  }
+
+  // Through shared memory, so that a query's channels leave in one piece.
+  __syncthreads();
+  unsigned char* const staged = memory + warp * 16 * DIM * 2;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    const float share = 1.0f / sum[r];
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++) {
+      *reinterpret_cast<unsigned*>(staged + place(eighth + r * 8, n) + pair * 4) =
+          narrow_two(answer[n][2 * r] * share, answer[n][2 * r + 1] * share);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 16 * CHUNKS / 32; n++) {
+    const int at = (n * 32 + lane) / CHUNKS, chunk = (n * 32 + lane) % CHUNKS;
+    if (warp * 16 + at >= queries) continue;
+    *reinterpret_cast<Eight*>(output + channels_of(warp * 16 + at) + chunk * 8) =
+        *reinterpret_cast<const Eight*>(staged + place(at, chunk));
   }
 }
 #endif

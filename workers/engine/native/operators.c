@@ -33,10 +33,12 @@ enum { /* places in the table of functions */
 enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };              /* OrtErrorCode */
 enum { FLOAT = 1, INT32 = 6, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 }; /* ONNXTensorElementDataType */
 enum { REQUIRED = 0, MEMORY_DEFAULT = 0 };
-enum { MAX_RANK = 4, MAX_INPUTS = 8, MAX_GROUP = 4 };
+enum { MAX_RANK = 4, MAX_INPUTS = 8, MAX_GROUP = 8 };
 enum { THREADS = 256, ARGMAX_THREADS = 512, ATTEND_THREADS = 128 };
 /* Of attention: tokens of a segment, and blocks that fill any device of today. */
-enum { LEAST_SEGMENT = 128, MOST_SEGMENT = 512, ENOUGH_BLOCKS = 1024 };
+enum { LEAST_SEGMENT = 128, MOST_SEGMENT = 512, ENOUGH_BLOCKS = 512 };
+/* Tokens whose keys and values a block has in shared memory or on their way there; see kernels.cu. */
+enum { ATTEND_TOKENS = 128, PROMPT_TOKENS = 128, PROMPT_KEYS = 64, PROMPT_THREADS = 256 };
 
 typedef void *Status; /* NULL is success */
 
@@ -95,7 +97,8 @@ enum { /* the kernels; those of attention exist for each kind of head that a mod
   SOFTMAX_WEIGHT,
   ATTEND,
   ATTEND_JOIN = ATTEND + 2 * MAX_GROUP,
-  KERNELS = ATTEND_JOIN + 2 * MAX_GROUP,
+  ATTEND_PROMPT = ATTEND_JOIN + 2 * MAX_GROUP,
+  KERNELS = ATTEND_PROMPT + 2 * MAX_GROUP,
 };
 
 static const void *const *api;
@@ -148,12 +151,13 @@ static Status read_inputs(const Node *node, void *context, Tensor *tensors) {
 }
 
 static Status launch(const Node *node, void *context, int kernel, const unsigned *grid, unsigned threads,
-                     void **arguments) {
+                     unsigned shared_bytes, void **arguments) {
   void *stream;
   void *function = kernels[node->operator->element == BFLOAT16][kernel];
   CHECK(API(KERNEL_CONTEXT_GET_GPU_COMPUTE_STREAM, Status(*)(const void *, void **))(context, &stream));
   if (!function || !launch_kernel) return fail(ORT_FAIL, "the kernels were not handed over before the session was run");
-  int error = launch_kernel(function, grid[0], grid[1], grid[2], threads, 1, 1, 0, stream, arguments, NULL);
+  int error =
+      launch_kernel(function, grid[0], grid[1], grid[2], threads, 1, 1, shared_bytes, stream, arguments, NULL);
   if (error) {
     char message[96];
     snprintf(message, sizeof message, "%s: launch failed with CUDA driver error %d", node->operator->name, error);
@@ -189,25 +193,24 @@ static Status rotate_append(const Node *node, void *context) {
                        &keys.data,   &values.data, &heads_,       &kv_heads_,  &dim_};
   /* Few tokens are spread over more blocks, so that the device is not left idle. */
   unsigned grid[] = {(unsigned)tokens, tokens < 1024 ? 4 : 1, 1};
-  return launch(node, context, ROTATE_APPEND, grid, THREADS, arguments);
+  return launch(node, context, ROTATE_APPEND, grid, THREADS, 0, arguments);
 }
 
-/* gate, up [T, I] -> silu(gate) * up [T, I] */
+/* gate and up [T, 2 I], the gates first -> silu(gate) * up [T, I] */
 static Status gated_product(const Node *node, void *context) {
-  Tensor in[MAX_INPUTS];
-  CHECK(read_inputs(node, context, in));
-  Tensor gate = in[0], up = in[1];
-  if (gate.rank != 2 || up.rank != 2 || gate.shape[0] != up.shape[0] || gate.shape[1] != up.shape[1]) {
-    return fail(ORT_INVALID_ARGUMENT, "GatedProduct: gate and up have one shape of two dimensions");
+  Tensor both;
+  CHECK(read_input(context, 0, &both));
+  if (both.rank != 2 || both.shape[1] % 2) {
+    return fail(ORT_INVALID_ARGUMENT, "GatedProduct: gate and up lie side by side, in two dimensions");
   }
+  int64_t tokens = both.shape[0], shape[] = {tokens, both.shape[1] / 2};
   void *output;
-  CHECK(make_output(context, 0, gate.shape, 2, &output));
-  long long count = gate.shape[0] * gate.shape[1];
-  if (!count) return NULL;
-  long long blocks = (count / 8 + THREADS) / THREADS;
-  void *arguments[] = {&output, &gate.data, &up.data, &count};
-  unsigned grid[] = {(unsigned)(blocks < (1 << 20) ? blocks : 1 << 20), 1, 1};
-  return launch(node, context, GATED_PRODUCT, grid, THREADS, arguments);
+  CHECK(make_output(context, 0, shape, 2, &output));
+  if (!tokens || !shape[1]) return NULL;
+  int columns = (int)shape[1];
+  void *arguments[] = {&output, &both.data, &columns};
+  unsigned grid[] = {(unsigned)tokens, tokens < 1024 ? 4 : 1, 1};
+  return launch(node, context, GATED_PRODUCT, grid, THREADS, 0, arguments);
 }
 
 /* logits [S, V] -> the first largest of each row, int64 [S] */
@@ -221,16 +224,18 @@ static Status row_argmax(const Node *node, void *context) {
   int columns = (int)logits.shape[1];
   void *arguments[] = {&output, &logits.data, &columns};
   unsigned grid[] = {(unsigned)logits.shape[0], 1, 1};
-  return launch(node, context, ROW_ARGMAX, grid, ARGMAX_THREADS, arguments);
+  return launch(node, context, ROW_ARGMAX, grid, ARGMAX_THREADS, 0, arguments);
 }
 
-/* scores [KV, R, P], P a multiple of 8 -> their softmax over P, and float32 [KV, R], the logarithm of each sum of
- * exponentials. */
+/* scores [KV, R, P], P a multiple of 8; length int32 [1], also one, those of P that count -> their softmax over P, zero
+ * behind, and float32 [KV, R], the logarithm of each sum of exponentials. */
 static Status softmax_weight(const Node *node, void *context) {
-  Tensor scores;
-  CHECK(read_input(context, 0, &scores));
-  if (scores.rank != 3 || scores.shape[2] % 8 || scores.shape[2] < 8) {
-    return fail(ORT_INVALID_ARGUMENT, "SoftmaxWeight: scores have three dimensions, the last a multiple of 8");
+  Tensor in[MAX_INPUTS];
+  CHECK(read_inputs(node, context, in));
+  Tensor scores = in[0], length = in[1];
+  if (scores.rank != 3 || scores.shape[2] % 8 || scores.shape[2] < 8 || length.rank != 1 || length.shape[0] != 1) {
+    return fail(ORT_INVALID_ARGUMENT,
+                "SoftmaxWeight: scores have three dimensions, the last a multiple of 8, and there is one length");
   }
   void *shares, *weights;
   CHECK(make_output(context, 0, scores.shape, 3, &shares));
@@ -238,12 +243,14 @@ static Status softmax_weight(const Node *node, void *context) {
   int64_t rows = scores.shape[0] * scores.shape[1];
   if (!rows) return NULL;
   int columns = (int)scores.shape[2];
-  void *arguments[] = {&shares, &weights, &scores.data, &columns};
+  void *arguments[] = {&shares, &weights, &scores.data, &length.data, &columns};
   unsigned grid[] = {(unsigned)rows, 1, 1};
-  return launch(node, context, SOFTMAX_WEIGHT, grid, ATTEND_THREADS, arguments);
+  return launch(node, context, SOFTMAX_WEIGHT, grid, ATTEND_THREADS, 0, arguments);
 }
 
+static unsigned shared_bytes(int tokens, int64_t dim) { return (unsigned)(tokens * 2 * dim * 2); } /* keys and values */
 static int head_kind(int dim, int group) { return (dim == 64 ? 0 : MAX_GROUP) + group - 1; }
+static int fits_heads(int64_t dim, int64_t group) { return (dim == 64 || dim == 128) && group >= 1 && group <= MAX_GROUP; }
 
 /* query [B, H D], one token of each row, rotated; key_cache and value_cache [blocks, block_size, KV, D], its own key and
  * value stored; block_table int32 [B, M]; past_lengths int32 [B]; room float32 [n] for the answers of the segments into
@@ -258,10 +265,10 @@ static Status attend(const Node *node, void *context) {
   }
   int64_t rows = query.shape[0], dim = keys.shape[3], kv_heads = keys.shape[2];
   int64_t group = query.shape[1] / dim / kv_heads;
-  if ((dim != 64 && dim != 128) || group < 1 || group > MAX_GROUP || query.shape[1] != group * kv_heads * dim ||
-      keys.shape[1] % 32 || table.shape[0] != rows || past.shape[0] != rows) {
+  if (!fits_heads(dim, group) || query.shape[1] != group * kv_heads * dim || keys.shape[1] % 32 ||
+      table.shape[0] != rows || past.shape[0] != rows) {
     return fail(ORT_INVALID_ARGUMENT,
-                "Attend: heads of 64 or 128 channels, one to four to a KV head, blocks of a multiple of 32, and a table and "
+                "Attend: heads of 64 or 128 channels, one to eight to a KV head, blocks of a multiple of 32, and a table and "
                 "a length for each row");
   }
   void *output, *answer = NULL, *weight = NULL;
@@ -288,11 +295,41 @@ static Status attend(const Node *node, void *context) {
                        &weight, &partial,    &width,     &block_size,  &segment,    &scale};
   int kind = head_kind((int)dim, (int)group);
   unsigned grid[] = {(unsigned)kv_heads, (unsigned)rows, (unsigned)segments};
-  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, arguments));
+  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, shared_bytes(ATTEND_TOKENS, dim), arguments));
   if (segments == 1) return NULL;
   void *join[] = {&output, &partial, &past.data, &segment, &segments};
   grid[2] = 1;
-  return launch(node, context, ATTEND_JOIN + kind, grid, ATTEND_THREADS, join);
+  return launch(node, context, ATTEND_JOIN + kind, grid, ATTEND_THREADS, 0, join);
+}
+
+/* query [T, H D], the tokens of R rows one row behind the other, rotated; key_cache and value_cache [blocks, block_size, KV,
+ * D], their keys and values stored; block_table int32 [R, M]; past_lengths int32 [R], tokens before these;
+ * cumulative_lengths int32 [R + 1], where each row's begin; tiles int32 [n, 2], a row and where among its tokens a tile
+ * begins, each of 128 / (H / KV) tokens, such that all tokens are in one -> [T, H D]. */
+static Status attend_prompt(const Node *node, void *context) {
+  Tensor in[MAX_INPUTS];
+  CHECK(read_inputs(node, context, in));
+  Tensor query = in[0], keys = in[1], values = in[2], table = in[3], past = in[4], cumulative = in[5], tiles = in[6];
+  if (query.rank != 2 || keys.rank != 4 || table.rank != 2 || tiles.rank != 2) {
+    return fail(ORT_INVALID_ARGUMENT, "AttendPrompt: query, block table and tiles have two dimensions, caches four");
+  }
+  int64_t rows = table.shape[0], dim = keys.shape[3], kv_heads = keys.shape[2], heads = query.shape[1] / dim;
+  if (!fits_heads(dim, heads / kv_heads) || query.shape[1] != heads * dim || heads % kv_heads ||
+      keys.shape[1] % PROMPT_KEYS || past.shape[0] != rows || cumulative.shape[0] != rows + 1 || tiles.shape[1] != 2) {
+    return fail(ORT_INVALID_ARGUMENT,
+                "AttendPrompt: heads of 64 or 128 channels, one to eight to a KV head, blocks of a multiple of 64, and a "
+                "table, a past and a length for each row");
+  }
+  void *output;
+  CHECK(make_output(context, 0, query.shape, 2, &output));
+  if (!query.shape[0]) return NULL;
+  int width = (int)table.shape[1], block_size = (int)keys.shape[1];
+  float scale = node->scale;
+  void *arguments[] = {&output,          &query.data, &keys.data, &values.data, &table.data, &past.data,
+                       &cumulative.data, &tiles.data, &width,     &block_size,  &scale};
+  unsigned grid[] = {(unsigned)tiles.shape[0], (unsigned)kv_heads, 1};
+  return launch(node, context, ATTEND_PROMPT + head_kind((int)dim, (int)(heads / kv_heads)), grid, PROMPT_THREADS,
+                shared_bytes(PROMPT_TOKENS, dim), arguments);
 }
 
 static Status compute(void *kernel, void *context) {
@@ -306,7 +343,7 @@ static Status create_kernel(const Op *op, const void *table, const void *info, v
   if (!node) return fail(ORT_FAIL, "out of memory");
   node->operator = (const Operator *)op;
   node->scale = 0;
-  if (node->operator->compute == attend) {
+  if (node->operator->compute == attend || node->operator->compute == attend_prompt) {
     Status status =
         API(KERNEL_INFO_GET_ATTRIBUTE_FLOAT, Status(*)(const void *, const char *, float *))(info, "scale", &node->scale);
     if (status) {
@@ -337,8 +374,9 @@ static int get_output_type(const Op *op, size_t index) {
   return type_of((const Operator *)op, ((const Operator *)op)->output_types, index);
 }
 
-static const int ELEMENTS[] = {0, 0}, INDICES[] = {INT64}, WITH_FLOATS[] = {0, FLOAT};
+static const int ELEMENTS[] = {0, 0}, INDICES[] = {INT64}, WITH_FLOATS[] = {0, FLOAT}, WITH_INTS[] = {0, INT32};
 static const int ROTATE_INPUTS[] = {0, INT64, INT32, 0, 0, 0, 0}, ATTEND_INPUTS[] = {0, 0, 0, INT32, INT32, FLOAT, 0, FLOAT};
+static const int PROMPT_INPUTS[] = {0, 0, 0, INT32, INT32, INT32, INT32};
 
 #define OP                                                                                                       \
   {API_VERSION, NULL, get_name, get_provider, get_input_type, get_input_count, get_output_type,                  \
@@ -347,16 +385,17 @@ static const int ROTATE_INPUTS[] = {0, INT64, INT32, 0, 0, 0, 0}, ATTEND_INPUTS[
 
 #define OPERATORS(suffix, element)                                                             \
   {OP, "RotateAppend_" suffix, element, 7, 2, ROTATE_INPUTS, ELEMENTS, rotate_append},         \
-      {OP, "GatedProduct_" suffix, element, 2, 1, ELEMENTS, ELEMENTS, gated_product},          \
+      {OP, "GatedProduct_" suffix, element, 1, 1, ELEMENTS, ELEMENTS, gated_product},          \
       {OP, "RowArgmax_" suffix, element, 1, 1, ELEMENTS, INDICES, row_argmax},                 \
-      {OP, "SoftmaxWeight_" suffix, element, 1, 2, ELEMENTS, WITH_FLOATS, softmax_weight},     \
+      {OP, "SoftmaxWeight_" suffix, element, 2, 2, WITH_INTS, WITH_FLOATS, softmax_weight},    \
       {OP, "Attend_" suffix, element, 6, 1, ATTEND_INPUTS, ELEMENTS, attend},                  \
-      {OP, "AttendPrefixed_" suffix, element, 8, 1, ATTEND_INPUTS, ELEMENTS, attend}
+      {OP, "AttendPrefixed_" suffix, element, 8, 1, ATTEND_INPUTS, ELEMENTS, attend},          \
+      {OP, "AttendPrompt_" suffix, element, 7, 1, PROMPT_INPUTS, ELEMENTS, attend_prompt}
 
 static const Operator operators[] = {OPERATORS("float16", FLOAT16), OPERATORS("bfloat16", BFLOAT16)};
 
 /* Called by Python, before a session of this element type is run: the driver's launch function and the kernels of
- * kernels.cu, the last two of them for heads of this kind. */
+ * kernels.cu, the last three of them for heads of this kind. */
 void promptmill_set_kernels(int is_bfloat16, Launch launch, void *const *functions, int dim, int group) {
   void **ours = kernels[is_bfloat16 != 0];
   launch_kernel = launch;
@@ -364,6 +403,7 @@ void promptmill_set_kernels(int is_bfloat16, Launch launch, void *const *functio
   if (group) {
     ours[ATTEND + head_kind(dim, group)] = functions[ATTEND];
     ours[ATTEND_JOIN + head_kind(dim, group)] = functions[ATTEND + 1];
+    ours[ATTEND_PROMPT + head_kind(dim, group)] = functions[ATTEND + 2];
   }
 }
 
