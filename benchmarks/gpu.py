@@ -39,7 +39,6 @@ import numpy as np
 import pynvml
 
 from benchmarks.mixed_load import Mix, run_mixed_load
-from jobs.settings import NO_LENGTHS
 from workers.devices import GpuError, list_devices, open_nvml, visible
 from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, cuda_row_buckets, upload_weights
 from workers.engine.cuda_ops import load_operators
@@ -260,7 +259,6 @@ def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "flavour": "cuda",
         "context_length": min(given.context_length, artifact.context_length),
         "prefill_chunk_tokens": given.prefill_tokens,
-        "shared_prefix_tokens": ",".join(map(str, given.prefix_tokens)) or NO_LENGTHS,
     }
     at = time.perf_counter()
     with PathBench(artifact, given.max_rows, 0, engine=engine) as bench, watched_device() as watch:
@@ -413,9 +411,9 @@ def figures_of(report: dict[str, Any], peer: dict[str, Any] | None) -> list[Figu
         add("small, share of the run with a step in flight", max(shares), LEAST_BUSY_SHARE)
     cache = report["kv_cache"]
     if cache["holds_all_rows"]:
-        figures.append(Figure("KV cache, of what the weights leave", cache["share"], "every row in full", True))
+        figures.append(Figure("KV cache, of the memory left for it", cache["share"], "every row in full", True))
     else:
-        add("KV cache, of what the weights leave", cache["share"], LEAST_CACHE_SHARE)
+        add("KV cache, of the memory left for it", cache["share"], LEAST_CACHE_SHARE)
     add("start, seconds", report["start_s"], MOST_START_S, is_most=True)
     if "mixed" in results:
         (run,) = results["mixed"]["runs"]
@@ -456,7 +454,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8448)
     parser.add_argument("--burst-tokens", type=int, default=65536)
     parser.add_argument("--wanted-tokens", type=int, default=2048)
-    parser.add_argument("--prefix-tokens", type=int, nargs="*", default=[1024])
+    parser.add_argument("--prefix-min-tokens", type=int, default=256, help="0: no beginning is read once for many rows")
     parser.add_argument("--prefix-min-rows", type=int, default=32)
     parser.add_argument("--split-min-rows", type=int, default=384)
     parser.add_argument("--no-copies", action="store_true", help="compute what a shared beginning leaves of a block")
@@ -509,7 +507,7 @@ def main(arguments: list[str]) -> None:
         row_buckets=buckets,
         memory_bytes=given.kv_cache_mib << 20 or None,
         table_widths=given.table_widths,
-        prefix_tokens=given.prefix_tokens,
+        prefix_min_tokens=given.prefix_min_tokens,
         prefix_min_rows=given.prefix_min_rows,
         split_min_rows=given.split_min_rows,
         operators=None if given.stock_operators else load_operators(model, "float16"),

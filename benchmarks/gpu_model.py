@@ -54,7 +54,7 @@ class ModelledRunner:
 
     vocab_size = LLAMA2_7B.vocab_size
     context_length = CONTEXT
-    prefix_blocks: Sequence[int] = ()
+    prefix_min_blocks = 0
     prefix_min_rows = 32
     copies_blocks = True
 

@@ -214,6 +214,36 @@ def tell_given_up(app: Celery, worker: str, request_ids: Sequence[int]) -> None:
         app.control.broadcast(GIVE_UP, arguments={"request_ids": list(request_ids)}, destination=[worker])
 
 
+class KeptConnection:
+    """A connection to Redis that is kept, for one command after another; not for several threads at once.
+
+    The package's client takes one from its pool for each command, looks whether it is alive, and measures it: longer
+    than the command itself. Here a dead one shows when a command fails, which is then sent once more: it may run twice.
+    """
+
+    def __init__(self, url: str, **options: float) -> None:
+        """url, options: as the redis package takes them. Connects with the first command."""
+        self._pool = redis.ConnectionPool.from_url(url, **options)
+        self._connection: Any = None
+
+    def run(self, *command: str | float) -> Any:
+        """Redis's own answer. Raises redis.RedisError, OSError."""
+        if self._connection is None:
+            self._connection = self._pool.get_connection()
+            return self._exchange(command)
+        try:
+            return self._exchange(command)
+        except redis.ConnectionError:
+            return self._exchange(command)  # over a new connection
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+    def _exchange(self, command: Sequence[str | float]) -> Any:
+        self._connection.send_command(*command)
+        return self._connection.read_response()
+
+
 class InteractiveQueue:
     """A worker's end of a model's interactive list, on a connection of its own.
 
@@ -223,21 +253,19 @@ class InteractiveQueue:
 
     def __init__(self, settings: QueueSettings, model: str) -> None:
         self._name = queue_name(model, is_interactive=True)
-        self._client = redis.Redis.from_url(
-            redis_url(settings.url), socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5
-        )
+        self._redis = KeptConnection(redis_url(settings.url), socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=5)
 
     def take(self, wait_s: float) -> list[int]:
         """The ids of the oldest entry; empty when none came. Raises redis.RedisError, OSError."""
-        taken: Any = self._client.brpop([self._name], timeout=wait_s)
+        taken = self._redis.run("BRPOP", self._name, wait_s)
         return [] if taken is None else _ids_in(taken[1])
 
     def put_back(self, request_ids: Sequence[int]) -> None:
         """Return ids to the front. Raises redis.RedisError, OSError."""
-        self._client.rpush(self._name, interactive_entry(request_ids))
+        self._redis.run("RPUSH", self._name, interactive_entry(request_ids))
 
     def close(self) -> None:
-        self._client.close()
+        self._redis.close()
 
 
 def queue_depth(app: Celery, model: str) -> QueueDepth:

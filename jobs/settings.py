@@ -31,8 +31,6 @@ LONGEST_RUNTIME_DIR = 84
 QUEUE_SCHEMES = ("redis", "rediss", "redis+socket")
 # How much of two names must be the same for one to be taken for the other, misspelt.
 CLOSE = 0.6
-# An empty variable counts as not set, so an empty list has a word of its own.
-NO_LENGTHS = "none"
 
 
 class DatabaseSettings(BaseModel):
@@ -80,25 +78,10 @@ class EngineSettings(BaseModel):
     context_length: int = Field(2048, ge=0)
     prefill_chunk_tokens: int = Field(0, ge=0)
     kv_cache_mib: int = Field(0, ge=0)
-    shared_prefix_tokens: str = "512,1024,2048"
     threads: int = Field(0, ge=0)
     prefix_reuse: bool = True
     allow_spinning: bool = True
     watchdog_s: float = Field(120.0, ge=1.0)
-
-    @field_validator("shared_prefix_tokens")
-    @classmethod
-    def _are_lengths(cls, value: str) -> str:
-        if value != NO_LENGTHS and not all(part.strip().isdigit() and int(part) > 0 for part in value.split(",")):
-            raise ValueError(f"lengths in tokens with commas between, such as 512,1024,2048, or {NO_LENGTHS}")
-        return value
-
-    @property
-    def shared_prefix_lengths(self) -> tuple[int, ...]:
-        """`shared_prefix_tokens` as numbers, rising."""
-        if self.shared_prefix_tokens == NO_LENGTHS:
-            return ()
-        return tuple(sorted({int(part) for part in self.shared_prefix_tokens.split(",")}))
 
 
 class GatewaySettings(BaseModel):

@@ -13,9 +13,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection as Connection
 from sqlalchemy import Engine, create_engine, event, exc, inspect, text
@@ -56,7 +56,7 @@ class Database:
         # SQLite has one writer. Threads of one process queue up here, which is fair and wakes at once; its own
         # busy handler, needed between processes, polls with growing sleeps.
         self._writer = threading.Lock()
-        self._kept: Connection | None = None  # the writer's, while nobody writes
+        self._kept: Connection | None = None  # the writer's
         self._clock: tuple[float, float] | None = None  # (measured at, database time minus steady clock)
 
     @contextmanager
@@ -66,24 +66,33 @@ class Database:
         durable False: do not wait for Postgres's disk. A crash of the server may then undo the transaction, with the
         later ones that did not wait either; right for claims and leases, which are made anew, wrong for results.
         """
-        if self.is_sqlite:
-            if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
-                raise _busy(self.shown_url)
-            try:
-                with self._transaction(write=True) as connection:
-                    yield connection
-            finally:
-                self._writer.release()
-        else:
-            with self._transaction(write=True) as connection:
+        if not self.is_sqlite:
+            with self._translated(), self.engine.connect() as connection, connection.begin():
                 if not durable:
                     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
                 yield connection
+            return
+        if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
+            raise _busy(self.shown_url)
+        try:
+            with self._translated():
+                connection = self._writers_connection()
+                try:
+                    _take_write_lock(connection)
+                    yield connection
+                    _end_sqlite(connection, "COMMIT")
+                except BaseException as error:
+                    self._undo(connection, is_sound=not isinstance(error, exc.DBAPIError | sqlite3.Error))
+                    raise
+        finally:
+            self._writer.release()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """One read transaction. Keep it short: on SQLite it holds back the log's truncation."""
-        with self._transaction(write=False) as connection:
+        with self._translated(), self.engine.connect() as connection, connection.begin():
+            if self.is_sqlite:
+                run_sqlite(connection, "BEGIN")
             yield connection
 
     def retry(
@@ -143,13 +152,10 @@ class Database:
         self.close()
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Connection]:
+    def _translated(self) -> Iterator[None]:
+        """Errors of the database leave the block as StorageError."""
         try:
-            kept = write and self.is_sqlite
-            with self._kept_connection() if kept else self.engine.connect() as connection, connection.begin():
-                if self.is_sqlite:
-                    _begin_sqlite(connection, write=write)
-                yield connection
+            yield
         except exc.DBAPIError as error:
             raise explain(error, self.shown_url) from error
         except sqlite3.Error as error:  # of a statement that went to the driver directly
@@ -162,16 +168,26 @@ class Database:
                 retryable=True,
             ) from error
 
-    @contextmanager
-    def _kept_connection(self) -> Iterator[Connection]:
-        """SQLite's one writer keeps its connection: to get one from the pool costs as much as a small transaction."""
-        connection, self._kept = self._kept or self.engine.connect(), None
-        try:
-            yield connection
-        except BaseException:
-            connection.close()  # back to the pool, which looks after it
-            raise
-        self._kept = connection
+    def _undo(self, connection: Connection, *, is_sound: bool) -> None:
+        """Roll back on SQLite. A connection with which something is the matter is not used again."""
+        if is_sound:
+            with suppress(exc.DBAPIError, sqlite3.Error):
+                _end_sqlite(connection, "ROLLBACK")
+                return
+        self._kept = None
+        connection.invalidate()
+        connection.close()
+
+    def _writers_connection(self) -> Connection:
+        """SQLite's one writer keeps its connection: to get one from the pool costs as much as a small transaction.
+
+        It has SQLite's own waiting switched off, which `_take_write_lock` replaces.
+        """
+        if self._kept is None:
+            connection = self.engine.connect()
+            run_sqlite(connection, "PRAGMA busy_timeout = 0")
+            self._kept = connection
+        return self._kept
 
 
 def open_database(url: str) -> Database:
@@ -300,7 +316,7 @@ def _sqlite_engine(url: URL, shown: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(dbapi_connection: sqlite3.Connection, _record: object) -> None:
-        dbapi_connection.isolation_level = None  # the driver begins nothing by itself; `_begin_sqlite` does
+        dbapi_connection.isolation_level = None  # the driver begins nothing by itself; `Database` does
         _use_wal(dbapi_connection)
         for pragma in (
             "synchronous = NORMAL",  # with WAL: a power cut may lose the last transactions, never corrupts
@@ -313,34 +329,32 @@ def _sqlite_engine(url: URL, shown: str) -> Engine:
     return engine
 
 
-def _begin_sqlite(connection: Connection, *, write: bool) -> None:
-    """Not from SQLAlchemy's event for it: one that listens makes each statement of every transaction cost more."""
-    if write:
-        _take_write_lock(connection.connection.dbapi_connection)
+def _end_sqlite(connection: Connection, how: Literal["COMMIT", "ROLLBACK"]) -> None:
+    if connection.in_transaction():  # some statement went SQLAlchemy's way, which then noted a transaction of its own
+        (connection.commit if how == "COMMIT" else connection.rollback)()
     else:
-        run_sqlite(connection, "BEGIN")
+        run_sqlite(connection, how)
 
 
-def _take_write_lock(driver: Any) -> None:
+def _take_write_lock(connection: Connection) -> None:
     """Begin a write transaction as soon as no other process has one.
+
+    Not by SQLAlchemy's transaction, which takes longer than a small one of SQLite's, nor by its event for a beginning:
+    one that listens makes each statement of every transaction cost more.
 
     SQLite's own waiting looks again after 1, 2, 5, 10, ... 100 ms. Another process's transaction mostly lasts a
     millisecond or two, and who meets a few of them in a row would wait many times as long as they last.
     """
     deadline, pause_s = time.monotonic() + BUSY_TIMEOUT_S, SHORTEST_LOCK_PAUSE_S
-    driver.execute("PRAGMA busy_timeout = 0")
-    try:
-        while True:
-            try:
-                driver.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, LONGEST_LOCK_PAUSE_S)
-    finally:
-        driver.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_S * 1000:.0f}")
+    while True:
+        try:
+            run_sqlite(connection, "BEGIN IMMEDIATE")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, LONGEST_LOCK_PAUSE_S)
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -1,14 +1,14 @@
 """Takes requests that somebody waits for, beside Celery.
 
-Celery's threads may all wait for chunks that take minutes, and then it fetches nothing more. So a thread of its own
-takes from the interactive list, and each request gets a thread from a pool that bulk work never sees.
+Celery's threads may all wait for chunks that take minutes, and then it fetches nothing more. So threads of their own
+take from the interactive list, one at a time, and the one that has taken an entry runs it: to hand it to another would
+cost each request a change of thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import redis
 import structlog
@@ -29,13 +29,16 @@ class InteractiveLine:
         self._queue = queue
         self._run = run
         self._most = most
-        self._room = threading.Semaphore(most)
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="interactive")
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="interactive", daemon=True)
+        self._is_away = False
+        self._taking = threading.Lock()  # held by the thread that waits at the list
+        self._counting = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._running = 0
 
     def start(self) -> None:
-        self._thread.start()
+        with self._counting:
+            self._add_thread()
 
     def stop(self) -> None:
         """Take no more; what is in hand goes on. Safe in a signal handler."""
@@ -44,34 +47,49 @@ class InteractiveLine:
     def close(self) -> None:
         """Take no more, and wait until nothing is in hand."""
         self.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._pool.shutdown(wait=True)
+        with self._taking:  # then no thread is added any more
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
         self._queue.close()
 
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._loop, name=f"interactive_{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _loop(self) -> None:
-        is_away = False
+        while True:
+            with self._taking:
+                request_ids = self._take()
+                if not request_ids:
+                    return
+                with self._counting:
+                    self._running += 1
+                    if self._running == len(self._threads) < self._most:
+                        self._add_thread()  # nobody else is there to take the next one
+            self._work(request_ids)
+            with self._counting:
+                self._running -= 1
+
+    def _take(self) -> list[int]:
+        """The next entry; empty when the line is stopped."""
         while not self._stop.is_set():
-            if not self._room.acquire(timeout=TAKE_S):
-                continue
-            request_ids: list[int] = []
             try:
                 request_ids = self._queue.take(TAKE_S)
-                if is_away:
+                if self._is_away:
                     log.info("interactive_queue_back")
-                is_away = False
-                if request_ids and self._stop.is_set():
+                self._is_away = False
+                if request_ids and not self._stop.is_set():
+                    return request_ids
+                if request_ids:
                     self._queue.put_back(request_ids)
-                    request_ids = []
             except (redis.RedisError, OSError) as error:
-                if not is_away:
+                if not self._is_away:
                     log.warning("interactive_queue_away", reason=f"{type(error).__name__}: {error}")
-                is_away = True
+                self._is_away = True
                 self._stop.wait(AGAIN_S)
-            if request_ids:
-                self._pool.submit(self._work, request_ids)
-            else:
-                self._room.release()
+        return []
 
     def _work(self, request_ids: Sequence[int]) -> None:
         try:
@@ -79,5 +97,3 @@ class InteractiveLine:
         except Exception as error:
             # Their leases run out, or whoever waits sends them again.
             log.error("interactive_request_crashed", requests=len(request_ids), exc_info=error)
-        finally:
-            self._room.release()

@@ -6,6 +6,8 @@ acknowledged. Grouping over all chunks of the process keeps the database at a fe
 Many chunks may end at the same time, hundreds of rows in one step of the engine. Then their tasks turn completions into
 answers by turns, and what they handed over is written when it is the recorder's turn: all at once they would only take
 the interpreter from each other, and SQLite's driver, which gives it up at every row, would get it back late each time.
+
+What somebody waits for is written by whoever hands it over, unless more is to be written: two changes of thread less.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Recorder:
         self._database = database
         self._worker = worker
         self._expected = 0
-        self._expected_lock = threading.Lock()
+        self._unwritten = 0  # entries
+        self._counting = threading.Lock()
         self._pending: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="recorder", daemon=True)
         self._thread.start()
@@ -61,17 +64,23 @@ class Recorder:
 
         What nobody can join is written without waiting for company.
         """
-        with self._expected_lock:
+        with self._counting:
             self._expected += requests
 
     def record(self, outcomes: Sequence[RequestOutcome], *, is_urgent: bool = False) -> Future[set[int]]:
         """Hand over outcomes. The future tells, once committed, which counted; others came too late (see fence).
 
-        is_urgent: somebody waits for them, so they are written at once, with what is there.
+        is_urgent: somebody waits for them, so they are written at once, with what is there; here, if nothing is.
         """
         entry = _Entry(outcomes, is_urgent)
-        self.expect(-len(outcomes))
-        self._pending.put(entry)
+        with self._counting:
+            self._expected -= len(outcomes)
+            is_alone = not self._unwritten
+            self._unwritten += 1
+        if is_urgent and is_alone:
+            self._write([entry])
+        else:
+            self._pending.put(entry)
         return entry.recorded
 
     def close(self) -> None:
@@ -145,6 +154,9 @@ class Recorder:
             for entry in group:
                 entry.recorded.set_exception(error)
             return
+        finally:
+            with self._counting:
+                self._unwritten -= len(group)
         for entry in group:
             entry.recorded.set_result(recorded.intersection(outcome.request_id for outcome in entry.outcomes))
 

@@ -1,8 +1,9 @@
 """Tells callers who wait how their requests go: new text as it comes, and that the answer is recorded.
 
-Everything goes out from one thread, never the engine's: that one only hands over token ids. What is told is no more
-than a courtesy; the answer is in the database, and a caller who hears nothing looks there. So nothing here is tried for
-ever and nothing fails because of it.
+Text goes out from one thread, never the engine's: that one only hands over token ids. The end of a request of which
+nothing was told before goes out from the thread that ends it, if nobody else is just telling something. What is told is
+no more than a courtesy; the answer is in the database, and a caller who hears nothing looks there. So nothing here is
+tried for ever and nothing fails because of it.
 
 A message is JSON on the caller's channel (`reply_to`), a list of
 `{"request": id, "attempt": n, "text": [[choice, at, text], ...], "ended": bool}`. `at` counts the characters of that
@@ -27,6 +28,7 @@ import redis
 import structlog
 
 from jobs.protocol import Endpoint
+from jobs.queue import KeptConnection
 from storage.transitions import ClaimedRequest, RequestOutcome
 from workers.answers import PreparedRequest
 from workers.engine.request import GenerationRequest
@@ -132,7 +134,8 @@ class Replies:
 
     def __init__(self, url: str, tokenizer: Tokenizer) -> None:
         """url: of Redis, as the redis package writes it."""
-        self._client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+        self._redis = KeptConnection(url, socket_timeout=5, socket_connect_timeout=5)
+        self._telling = threading.Lock()  # held by who uses the connection
         self._tokenizer = tokenizer
         self._handed: queue.SimpleQueue[_Token | _Reply | None] = queue.SimpleQueue()
         self._open: dict[tuple[int, int], _Reply] = {}  # by request and attempt
@@ -167,16 +170,18 @@ class Replies:
         if claimed.reply_to is None:
             return
         reply = self._open.pop((claimed.id, claimed.attempt), None)
+        is_first = reply is None
         if reply is None:
             reply = _Reply(claimed, claimed.reply_to, (), [])
         reply.answer = answer
-        self._handed.put(reply)
+        if not (is_first and self._tell_end(reply)):
+            self._handed.put(reply)
 
     def close(self) -> None:
         """Tell what was handed over, once, then stop."""
         self._handed.put(None)
         self._thread.join()
-        self._client.close()
+        self._redis.close()
 
     def __enter__(self) -> Replies:
         return self
@@ -192,6 +197,16 @@ class Replies:
             return then(token_id) if then is not None else False
 
         return on_token
+
+    def _tell_end(self, reply: _Reply) -> bool:
+        """Send an end from this thread. False: it was not heard, or others are told something, or Redis is away."""
+        if self._is_away or not self._telling.acquire(blocking=False):
+            return False
+        try:
+            reply.ended_at = time.monotonic()
+            return bool(self._publish({reply.channel: _message([reply.news()])}))
+        finally:
+            self._telling.release()
 
     def _loop(self) -> None:
         told_at = 0.0
@@ -238,11 +253,11 @@ class Replies:
                 by_channel[reply.channel].append((reply, news))
         if not by_channel:
             return
-        messages = {
-            channel: json.dumps([news for _, news in told], separators=(",", ":"))
-            for channel, told in by_channel.items()
-        }
-        heard = self._publish(messages)
+        messages = {channel: _message([news for _, news in told]) for channel, told in by_channel.items()}
+        with self._telling:
+            heard = self._publish(messages)
+        if self._is_away:
+            time.sleep(AGAIN_S)
         now = time.monotonic()
         for channel, told in by_channel.items():
             for reply, news in told:
@@ -255,15 +270,15 @@ class Replies:
     def _publish(self, messages: dict[str, str]) -> set[str]:
         """Returns the channels on which somebody listened."""
         try:
-            pipeline = self._client.pipeline(transaction=False)
-            for channel, message in messages.items():
-                pipeline.publish(channel, message)
-            listeners = pipeline.execute()
+            heard = {channel for channel, message in messages.items() if self._redis.run("PUBLISH", channel, message)}
         except (redis.RedisError, OSError) as error:
             if not self._is_away:
                 log.warning("callers_not_told", reason=type(error).__name__)
             self._is_away = True
-            time.sleep(AGAIN_S)
             return set()
         self._is_away = False
-        return {channel for channel, count in zip(messages, listeners, strict=True) if count}
+        return heard
+
+
+def _message(news: Sequence[dict[str, Any] | None]) -> str:
+    return json.dumps(news, separators=(",", ":"))

@@ -265,16 +265,19 @@ def _claim_and_run(context: WorkerContext, request_ids: Sequence[int], *, but_is
     unrecorded = {request.id: request.attempt for request in claimed}
     handed_over: set[int] = set()
     answers: Mapping[int, RequestOutcome] = {}
+    unlogged: list[tuple[ClaimedRequest, RequestOutcome]] = []
     try:
-        answers = _run(context, claimed, claimed_at, unrecorded, handed_over)
+        answers = _run(context, claimed, claimed_at, unrecorded, handed_over, unlogged)
     except StorageError as error:
         # The database stayed away too long: the leases run out, sweep returns the requests.
         log.error("chunk_not_recorded", requests=len(unrecorded), code=error.code, reason=error.message)
+        unlogged.clear()
     finally:
         context.recorder.expect(len(handed_over) - len(claimed))  # the others do not come
         context.leases.let_go([request.id for request in claimed])
         for request in claimed:
             context.replies.ended(request, answers.get(request.id))
+    context.attempts_log.write_all(unlogged)  # what others wait for comes first
     return {request.id for request in claimed}
 
 
@@ -297,11 +300,12 @@ def _run(
     claimed_at: float,
     unrecorded: dict[int, int],
     handed_over: set[int],
+    unlogged: list[tuple[ClaimedRequest, RequestOutcome]],
 ) -> Mapping[int, RequestOutcome]:
     """Run claimed requests. unrecorded: request id -> attempt, of those without a result yet; emptied on the way.
 
-    handed_over: filled with those that the recorder was given. Returns, of those that somebody waits for, the outcomes
-    that are recorded, by request id.
+    handed_over: filled with those that the recorder was given. unlogged: with those that the log is to have a line of.
+    Returns, of those that somebody waits for, the outcomes that are recorded, by request id.
     """
     recorded: list[Future[set[int]]] = []
     awaited: dict[int, RequestOutcome] = {}
@@ -334,7 +338,6 @@ def _run(
             ended.clear()
 
     running = 0
-    unlogged: list[tuple[ClaimedRequest, RequestOutcome]] = []
     finished: SimpleQueue[_Running] = SimpleQueue()  # an entry for each choice that ended
     ready: list[PreparedRequest] = []
 
@@ -404,7 +407,6 @@ def _run(
             context.attempts_log.write_all(unlogged)
 
     counted = {request_id for written in recorded for request_id in written.result()}
-    context.attempts_log.write_all(unlogged)  # what others wait for comes first
     _hand_back(context, released, failed, stopped, unrecorded)
     # Not held any more. When it was a crash of the database that has forgotten the claim, they stand there as queued,
     # and the message that they wait for is this one.

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from jobs import interactive, protocol
 from jobs.gateway.bodies import WHOLE
 from jobs.gateway.chunks import DONE, HEARTBEAT, Chunks, event
-from jobs.gateway.errors import SERVER_ERROR, ApiError, error_body
+from jobs.gateway.errors import SERVER_ERROR, ApiError, answer_failure, error_body
 from jobs.gateway.identity import BEARER_SECURITY, caller_of
 from jobs.gateway.overload import Limits, Load, judge
 from jobs.gateway.replies import CallerGone, Replies, Wait
@@ -39,19 +39,29 @@ from jobs.quotas import TenantBook, check_queued_tokens
 from jobs.submit import estimate_prompt_tokens
 from storage import queries
 from storage.database import Connection
-from storage.errors import InvalidRequest
+from storage.errors import InvalidRequest, PromptmillError
 from storage.models import Door
 
 
 class DirectRoute(APIRoute):
     """A route whose endpoint is called with its request alone, and answers with a response.
 
-    What FastAPI does to find an endpoint's parameters takes longer than all else between a call and its endpoint.
+    What FastAPI does to find an endpoint's parameters takes longer than all else between a call and its endpoint. Its
+    path has no parameters, so that a call finds it without the router, too (`jobs/gateway/app.py`).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return endpoint
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a call that is this route's."""
+        scope["route"] = self
+        try:
+            response: Response = await self.endpoint(Request(scope, receive, send))
+        except (ApiError, PromptmillError) as error:
+            response = answer_failure(error)
+        await response(scope, receive, send)
 
 
 router = APIRouter(tags=["chat and completions"], route_class=DirectRoute)

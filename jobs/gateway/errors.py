@@ -122,19 +122,22 @@ def internal_error() -> ApiError:
     )
 
 
+def answer_failure(error: ApiError | PromptmillError) -> JSONResponse:
+    """What a route that raised it answers."""
+    if isinstance(error, ApiError):
+        return render(error)
+    refusal = translate(error)
+    if refusal.status >= 500:
+        log.warning("call_failed", code=error.code, reason=error.message)
+    return render(refusal)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Unexpected exceptions are the edge's (`jobs/gateway/edge.py`)."""
 
-    async def api_error(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return render(error)
-
     async def our_error(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, PromptmillError)
-        refusal = translate(error)
-        if refusal.status >= 500:
-            log.warning("call_failed", code=error.code, reason=error.message)
-        return render(refusal)
+        assert isinstance(error, ApiError | PromptmillError)
+        return answer_failure(error)
 
     async def http_error(http_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -149,7 +152,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return render(_of_validation(error))
 
-    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(ApiError, our_error)
     app.add_exception_handler(PromptmillError, our_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import redis
 import redis.asyncio
 import structlog
 from redis.exceptions import RedisError
@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from jobs import interactive
 from jobs.gateway.state import Gateway
 from jobs.interactive import Answer, Asked
-from jobs.queue import interactive_entry, queue_name
+from jobs.queue import KeptConnection, interactive_entry, queue_name
 from storage import transitions
 from storage.errors import StorageError
 
@@ -109,7 +109,8 @@ class Replies:
         self._database = gateway.database
         self._celery = gateway.celery
         self._client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=5)
-        self._sender = redis.Redis.from_url(url, socket_timeout=SEND_TIMEOUT_S, socket_connect_timeout=SEND_TIMEOUT_S)
+        self._senders = threading.local()  # a connection for each thread
+        self._url = url
         self._waits: dict[int, set[Wait]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="replies")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -126,7 +127,6 @@ class Replies:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._client.aclose()
         self._threads.shutdown()
-        self._sender.close()
 
     @property
     def open_calls(self) -> int:
@@ -186,10 +186,21 @@ class Replies:
     def _send(self, asked: Asked) -> None:
         """The message. One that cannot be sent is sent by the next look."""
         try:
-            self._sender.lpush(queue_name(asked.model, is_interactive=True), interactive_entry([asked.request_id]))
+            self._sender().run(
+                "LPUSH", queue_name(asked.model, is_interactive=True), interactive_entry([asked.request_id])
+            )
         except (RedisError, OSError) as error:
             log.warning("request_not_sent", request=asked.request_id, reason=type(error).__name__)
             self._database.retry(lambda connection: transitions.unqueue_requests(connection, [asked.request_id]))
+
+    def _sender(self) -> KeptConnection:
+        """This thread's connection; it is closed with its thread."""
+        if not hasattr(self._senders, "connection"):
+            self._senders.connection = KeptConnection(
+                self._url, socket_timeout=SEND_TIMEOUT_S, socket_connect_timeout=SEND_TIMEOUT_S
+            )
+        sender: KeptConnection = self._senders.connection
+        return sender
 
     async def _listen(self) -> None:
         """Hear what workers tell, for ever; a broken connection is made anew."""

@@ -52,11 +52,11 @@ class PatientProtocol(H11Protocol):
         self._await_headers()
 
     def data_received(self, data: bytes) -> None:
-        if self._header_timer is None and self.conn.their_state is h11.IDLE:
-            self._await_headers()  # a further request on a kept connection
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
+        elif self._header_timer is None:
+            self._await_headers()  # of a further request on a kept connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -151,6 +151,7 @@ def make_server(settings: Settings, note: Any = lambda _text: None) -> Server:
         host=settings.gateway.host,
         port=settings.gateway.port,
         http=protocol,
+        loop="auto",  # uvloop, where there is one
         ws="none",
         lifespan="on",
         log_config=None,  # jobs/logs.py has set it up

@@ -33,6 +33,6 @@ def test_figures_are_held_against_those_wanted() -> None:
         "W1, utilization by NVML, percent": True,
         "W3, utilization by NVML, percent": True,
         "small, share of the run with a step in flight": True,
-        "KV cache, of what the weights leave": False,
+        "KV cache, of the memory left for it": False,
         "start, seconds": True,
     }

@@ -19,6 +19,7 @@ from celery import Celery
 from jobs.queue import (
     RUN_CHUNK,
     Chunk,
+    KeptConnection,
     QueueDepth,
     QueueError,
     empty_own_queue,
@@ -28,6 +29,7 @@ from jobs.queue import (
     publish_chunks,
     queue_depth,
     queue_names,
+    redis_url,
     used_places,
     waiting_ids,
 )
@@ -50,6 +52,19 @@ def test_a_queue_that_is_not_redis_is_refused(url: str) -> None:
     with pytest.raises(SettingsError, match=r"PROMPTMILL_QUEUE_URL begins with .*wanted: redis://") as raised:
         make_app(QueueSettings(url=url))
     assert "secret" not in raised.value.message
+
+
+def test_a_kept_connection_that_was_cut_is_made_anew(queue_url: str, queue_client: redis.Redis) -> None:
+    kept = KeptConnection(redis_url(queue_url))
+    for number in range(3):
+        assert kept.run("RPUSH", "list", number) == number + 1
+        queue_client.client_kill_filter(_id=str(kept.run("CLIENT", "ID")))
+    with pytest.raises(redis.ResponseError):
+        kept.run("GET", "list")
+    assert kept.run("LLEN", "list") == 3
+    kept.close()
+    with pytest.raises(redis.ConnectionError):
+        KeptConnection("redis://127.0.0.1:1/0").run("PING")
 
 
 def test_a_chunk_travels_as_one_message_with_its_ids_and_no_prompt(app: Celery, queue_client: redis.Redis) -> None:

@@ -49,7 +49,6 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "many", "'many' is not accepted; wanted: a whole number, 0 to 4,096"),
         ("PROMPTMILL_ENGINE_MAX_BATCH_SIZE", "-1", "value '-1' is not accepted; wanted: a whole number, 0 to 4,096"),
-        ("PROMPTMILL_ENGINE_SHARED_PREFIX_TOKENS", "512,long", "wanted: lengths in tokens with commas between"),
         ("PROMPTMILL_ENGINE_PREFIX_REUSE", "perhaps", "value 'perhaps' is not accepted; wanted: true or false"),
         ("PROMPTMILL_LOG_LEVEL", "loud", "wanted: 'debug', 'info', 'warning' or 'error'"),
         ("PROMPTMILL_WORKER_LEASE_S", "1", "value '1' is not accepted; wanted: a number, 3 or more"),

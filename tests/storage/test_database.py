@@ -26,6 +26,7 @@ from storage.database import (
     schema_revision,
     upgrade_schema,
 )
+from storage.direct import run_sqlite
 from storage.errors import StorageError
 from storage.models import METADATA
 from tests.conftest import wait_until
@@ -287,6 +288,34 @@ def test_a_full_disk_is_a_passing_error_that_loses_nothing(sqlite_database: Data
     with sqlite_database.write() as connection:
         connection.exec_driver_sql("PRAGMA max_page_count = 1000000")
         assert connection.execute(text("SELECT text FROM prefixes")).scalars().all() == ["kept"]
+
+
+def test_only_the_writer_does_without_sqlites_own_waiting(sqlite_database: Database) -> None:
+    """It looks at the lock by itself; others would fail at once where SQLite waits a moment."""
+    with sqlite_database.write() as connection:
+        assert connection.execute(text("PRAGMA busy_timeout")).scalar_one() == 0
+    with pytest.raises(StorageError), sqlite_database.write() as connection:
+        connection.execute(text("no SQL"))  # its connection is not used again
+    for open_transaction in (sqlite_database.read, sqlite_database.engine.connect):
+        with open_transaction() as connection:
+            assert connection.execute(text("PRAGMA busy_timeout")).scalar_one() == 30_000
+
+
+def test_statements_that_went_to_the_driver_directly_end_with_their_block(sqlite_database: Database) -> None:
+    """SQLAlchemy knows of no transaction then."""
+    insert = "INSERT INTO prefixes (sha256, text) VALUES (?, 'x')"
+    with sqlite_database.write() as connection:
+        run_sqlite(connection, insert, ["committed"])
+    with pytest.raises(ZeroDivisionError), sqlite_database.write() as connection:
+        run_sqlite(connection, insert, ["undone"])
+        _ = 1 / 0
+    with pytest.raises(StorageError), sqlite_database.write() as connection:
+        run_sqlite(connection, insert, ["undone as well"])
+        run_sqlite(connection, insert, ["committed"])
+    with sqlite_database.write() as connection:
+        run_sqlite(connection, insert, ["after"])
+    with sqlite_database.read() as connection:
+        assert set(connection.execute(text("SELECT sha256 FROM prefixes")).scalars()) == {"committed", "after"}
 
 
 def test_a_file_locked_by_another_program_is_waited_for_then_named(

@@ -81,6 +81,13 @@ def test_what_somebody_waits_for_does_not_wait_for_its_turn(recorder: Recorder, 
         assert recorder.record(outcomes[:1], is_urgent=True).result(60) == {outcomes[0].request_id}
 
 
+def test_what_somebody_waits_for_is_written_by_who_hands_it_over(
+    recorder: Recorder, outcomes: list[RequestOutcome]
+) -> None:
+    for outcome in outcomes:
+        assert recorder.record([outcome], is_urgent=True).result(0) == {outcome.request_id}
+
+
 def test_what_somebody_waits_for_takes_along_what_waits_for_its_turn(
     recorder: Recorder, outcomes: list[RequestOutcome]
 ) -> None:

@@ -194,6 +194,15 @@ def test_a_caller_who_wants_no_stream_hears_of_the_end_alone(replies: Replies, q
     assert listener.texts == {}
 
 
+def test_an_end_that_comes_while_others_are_told_something_holds_nobody_up(
+    replies: Replies, queue_client: redis.Redis
+) -> None:
+    listener = Listener(queue_client)
+    with replies._telling:
+        replies.ended(claimed(attempt=3))
+    wait_until(lambda: listener.hear() and listener.ended == [3], what="the end")
+
+
 def test_an_answer_that_is_recorded_is_told_with_the_end_unless_it_is_long(
     replies: Replies, queue_client: redis.Redis
 ) -> None:

@@ -44,9 +44,7 @@ from workers.models.cuda_graph import (
     WeightPart,
     attention_room,
     build_decoder_graph,
-    build_prefix_graph,
     build_sampler_graph,
-    can_share_prefix,
     decoder_weights,
     has_own_attention,
     tile_tokens,
@@ -151,13 +149,13 @@ class _ControlOffsets:
     positions: int
     past: int
     slots: int
-    virtual_slots: int
     prefix_length: int
+    prefix_table: int
     end: int
 
     @classmethod
-    def of(cls, rows: int) -> _ControlOffsets:
-        sizes = (8 * rows, 8 * rows, 4 * rows, 4 * rows, 4 * rows, 4)
+    def of(cls, rows: int, max_blocks: int) -> _ControlOffsets:
+        sizes = (8 * rows, 8 * rows, 4 * rows, 4 * rows, 4, 4 * max_blocks)
         return cls(*accumulate(sizes, lambda end, size: _align(end + size), initial=0))
 
 
@@ -183,12 +181,11 @@ class CudaRunner:
 
     weights: device tensors of `dtype` by the names of `weight_shapes`. rotary_length: rows of their rotary tables.
     max_rows: rows of the largest decode step. context_length: positions of the longest row. prefill_tokens: tokens of
-    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_tokens: room for
-    prefixes that decode steps of at least `prefix_min_rows` rows can read once for all rows; each costs its buckets and
-    a copy of the prefix. A prefix that fills no more than the half of the smallest room is not read so; without an
-    attention of our own, one that does not fill its room exactly. operators: our own (`load_operators`); without them,
-    decode steps of `split_min_rows` rows or more rotate q and k outside of attention. release_weights: called when they
-    are needed no more.
+    the largest prefill. memory_bytes: what the KV cache may take, None for what is free. prefix_min_tokens,
+    prefix_min_rows: a beginning of so many tokens that so many rows of a decode step share is read once for all of
+    them, where our own attention can; 0 tokens: never. operators: our own (`load_operators`); without them, decode
+    steps of `split_min_rows` rows or more rotate q and k outside of attention. release_weights: called when they are
+    needed no more.
     """
 
     def __init__(
@@ -205,7 +202,7 @@ class CudaRunner:
         row_buckets: Sequence[int] | None = None,
         table_widths: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        prefix_tokens: Sequence[int] = (),
+        prefix_min_tokens: int = 256,
         prefix_min_rows: int = 32,
         split_min_rows: int = 384,
         operators: OwnOperators | None = None,
@@ -224,15 +221,12 @@ class CudaRunner:
         self._operators = Operators.FUSED if operators else Operators.STOCK
         self._attends_itself = bool(operators) and has_own_attention(model)
         self._prompt_kind = Decoder.PROMPT if self._attends_itself or not operators else Decoder.STEP
-        self._prefix_rooms: tuple[int, ...] = ()  # tokens, rising
-        if can_share_prefix(model, dtype, self._operators):
-            self._prefix_rooms = tuple(sorted(tokens for tokens in prefix_tokens if tokens % self.block_size == 0))
-        self.prefix_blocks: Sequence[int] = prefix_block_counts(
-            self._prefix_rooms, self.block_size, fills=not self._attends_itself
-        )
+        self.prefix_min_blocks = blocks_for(prefix_min_tokens, self.block_size) if self._attends_itself else 0
+        if self.prefix_min_blocks >= self.max_blocks:
+            self.prefix_min_blocks = 0  # no row has a token beyond
         self.prefix_min_rows = prefix_min_rows
         self.num_blocks = 0
-        self.cache_bytes = 0  # of the KV cache, and what it could have had at most beside nothing but the weights
+        self.cache_bytes = 0  # of the KV cache, and what weights and workspace leave for it
         self.room_bytes = 0
         self._model = model
         self._weights = weights
@@ -247,9 +241,8 @@ class CudaRunner:
         self._pinned_memory: list[int] = []
         self._events: list[Any] = []
         self._streams: list[Any] = []
-        self._bindings: dict[tuple[int, int, int], Any] = {}  # by rows, table width, prefix tokens
-        self._graph_ids: dict[tuple[int, int, int], int] = {}
-        self._loaded_prefix: bytes = b""
+        self._bindings: dict[tuple[int, int, bool], Any] = {}  # by rows, table width, whether over a prefix
+        self._graph_ids: dict[tuple[int, int, bool], int] = {}
         self._split_min_rows = split_min_rows
         self._parts = weight_parts(model)
         self._tile_tokens = tile_tokens(model)
@@ -270,17 +263,10 @@ class CudaRunner:
         self._ort: ModuleType = onnxruntime
         onnxruntime.set_default_logger_severity(3)  # each session warns that CUDA is no plugin; it need not be one
         self._cuda: ModuleType = _load_cuda()
-        free, _ = self._call("cudaMemGetInfo")
-        self.room_bytes = int(free if self._memory_bytes is None else min(free, self._memory_bytes))
         self._allocate_shared()
         report("opening the model", 0, 1)
-        kinds = {self._prompt_kind, *(self._decoder_of(rows, prefix) for rows, _, prefix in self._buckets())}
-        self._lane = self._open_lane(kinds)
-        if self._prefix_rooms:
-            graph = build_prefix_graph(self._model, self._dtype, self.block_size)
-            self._prefix_session = self._open_session(graph.SerializeToString(), self._lane.handle)
-            size = max(self._prefix_rooms) * self._model.kv_size * _ITEM_BYTES
-            self._prefix = self._allocate(2 * self._model.num_layers * size)
+        kinds = {self._decoder_of(rows, is_prefix=is_prefix) for rows, _, is_prefix in self._buckets()}
+        self._lane = self._open_lane({self._prompt_kind, *kinds})
         self._size_cache()
         self._bind_caches(self._lane.binding)
         self._try_copies()
@@ -298,7 +284,6 @@ class CudaRunner:
             # Sessions first: they hold the stream and read the memory.
             self._bindings.clear()
             self.__dict__.pop("_lane", None)
-            self.__dict__.pop("_prefix_session", None)
             gives_back = (
                 (self._events, self._cuda.cudaEventDestroy),
                 (self._streams, self._cuda.cudaStreamDestroy),
@@ -358,16 +343,12 @@ class CudaRunner:
     def decode(self, call: PagedDecode) -> CudaTicket:
         """Compute one token for each row, replaying the bucket's graph."""
         lane = self._lane
-        if call.prefix_blocks and call.prefix_digest != self._loaded_prefix:
-            self._load_prefix(call.prefix_blocks)
-            self._loaded_prefix = call.prefix_digest
         slot = self._take_slot(lane)
         self._write_decode(slot.control, call)
         end = self._table_offset + call.rows * call.table_width * 4
         self._copy_in(lane, self._decode_control, slot.control_pointer, end)
-        room = self._prefix_room(len(call.prefix_blocks))
-        bucket = (call.rows, call.table_width, room)
-        decoder = lane.decoders[self._decoder_of(call.rows, room)]
+        bucket = (call.rows, call.table_width, bool(call.prefix_blocks))
+        decoder = lane.decoders[self._decoder_of(call.rows, is_prefix=bool(call.prefix_blocks))]
         decoder.run_with_iobinding(self._bindings[bucket], self._options(self._graph_ids[bucket]))
         first_source = self.decode_source(is_prefix=bool(call.prefix_blocks))
         return self._finish(lane, slot, call.sampling, first_source, len(call.sources))
@@ -424,7 +405,6 @@ class CudaRunner:
         positions = control[at.positions :].view(np.int64)
         past = control[at.past :].view(np.int32)
         slots = control[at.slots :].view(np.int32)
-        virtual_slots = control[at.virtual_slots :].view(np.int32)
         sources[:count] = call.sources
         sources[count:rows] = 0
         end = self._table_offset + rows * call.table_width * 4
@@ -433,18 +413,12 @@ class CudaRunner:
         table[count:] = SCRATCH_BLOCK
         positions[:count] = call.past_lengths
         positions[count:rows] = 0
-        row_of = np.arange(count)
-        if not call.prefix_blocks:
-            past[:count] = call.past_lengths
-            slots[:count] = self._slots(call.block_table, row_of, call.past_lengths)
-        else:
-            own = call.past_lengths - len(call.prefix_blocks) * self.block_size
-            # Without our own attention a virtual token comes behind the row's own and this one: see `_attend_prefix`.
-            past[:count] = own if self._attends_itself else own + 1
-            slots[:count] = self._slots(call.block_table, row_of, own)
-            virtual_slots[:count] = self._slots(call.block_table, row_of, own + 1)
-            virtual_slots[count:rows] = 0
-            control[at.prefix_length :].view(np.int32)[0] = len(call.prefix_blocks) * self.block_size
+        shared = len(call.prefix_blocks)
+        own = call.past_lengths - shared * self.block_size
+        past[:count] = own
+        slots[:count] = self._slots(call.block_table, np.arange(count), own)
+        control[at.prefix_length :].view(np.int32)[0] = shared * self.block_size
+        control[at.prefix_table :].view(np.int32)[:shared] = call.prefix_blocks
         past[count:rows] = 0
         slots[count:rows] = 0
 
@@ -453,27 +427,6 @@ class CudaRunner:
         blocks = block_table[row_of, positions // self.block_size]
         places: Int32s = (blocks * self.block_size + positions % self.block_size).astype(np.int32)
         return places
-
-    def _prefix_room(self, blocks: int) -> int:
-        """The tokens of the smallest room for a prefix of so many blocks; 0 for none."""
-        return bucket_for(blocks * self.block_size, (0, *self._prefix_rooms))
-
-    def _load_prefix(self, blocks: tuple[int, ...]) -> None:
-        """Copy a prefix to where the PREFIX decoder reads it, behind all steps launched so far.
-
-        What it leaves of its room is filled with its last block: what stands there has no weight, but must be numbers.
-        """
-        blocks += blocks[-1:] * (self._prefix_room(len(blocks)) // self.block_size - len(blocks))
-        slot = self._take_slot(self._lane)
-        packer = _Packer(slot.control, self._lane.control)
-        pointer = packer.add(np.array(blocks, dtype=np.int64))
-        self._copy_in(self._lane, self._lane.control, slot.control_pointer, packer.end)
-        binding = self._prefix_session.io_binding()
-        self._bind_caches(binding)
-        self._bind(binding, "prefix_blocks", TensorProto.INT64, (len(blocks),), pointer)
-        self._bind_prefix(binding, len(blocks) * self.block_size, self._bind_output)
-        self._prefix_session.run_with_iobinding(binding, self._options(_EAGER))
-        self._call("cudaEventRecord", slot.event, self._lane.stream)
 
     def _finish(
         self, lane: _Lane, slot: _Slot, sampling: SamplingArrays | None, first_source: int, count: int
@@ -548,7 +501,7 @@ class CudaRunner:
         over a shared prefix; [2 max_rows, 4 max_rows) a ring of prefills' tokens.
         """
         rows = self.max_rows
-        self._control_offsets = _ControlOffsets.of(rows)
+        self._control_offsets = _ControlOffsets.of(rows, self.max_blocks)
         self._table_offset = self._control_offsets.end
         self._decode_control_bytes = _align(self._table_offset + rows * max(self.table_widths) * 4)
         self._pool = self._upload(np.zeros(4 * rows, dtype=np.int64))
@@ -556,13 +509,10 @@ class CudaRunner:
         count = max(self._prefill_tokens, rows) + 1
         self._iota = self._upload(np.arange(count, dtype=np.int64))
         self._iota32 = self._upload(np.arange(count, dtype=np.int32))
-        self._zeros32 = self._upload(np.zeros(rows, dtype=np.int32))
         self._no_slots = self._upload(np.full(count, -1, dtype=np.int32))
         if self._attends_itself:
             self._room_count = attention_room(self._model, rows, max(self.table_widths) * self.block_size)
             self._room = self._allocate(4 * self._room_count)
-        ends = np.array([[0, bucket] for bucket in self.row_buckets], dtype=np.int32)
-        self._one_row = {bucket: self._upload(end) for bucket, end in zip(self.row_buckets, ends, strict=True)}
         top = min(MAX_LOGPROBS, self.vocab_size)
         self._extras_bytes = rows * top * (8 + 4) + rows * 4
 
@@ -648,6 +598,7 @@ class CudaRunner:
         self._prefill_dummy(lengths)
         self._draw_dummy()
         free, total = self._call("cudaMemGetInfo")
+        self.room_bytes = int(free + per_block if self._memory_bytes is None else min(free, self._memory_bytes))
         usable = free - RESERVED_BYTES - max(0, len(self._buckets()) - _RESERVED_GRAPHS) * _GRAPH_BYTES
         if self._memory_bytes is not None:
             usable = min(usable, self._memory_bytes)
@@ -723,19 +674,16 @@ class CudaRunner:
             sampling = SamplingArrays(ones, np.full(rows, self.vocab_size, dtype=np.int64), ones, halves, asked)
             self.result(self._finish(self._lane, slot, sampling, 0, rows))
 
-    def _buckets(self) -> list[tuple[int, int, int]]:
-        """Every decode bucket: rows, table width, room for a prefix. Most rows first, for then what a session allocates
-        for them serves the smaller ones too.
+    def _buckets(self) -> list[tuple[int, int, bool]]:
+        """Every decode bucket: rows, table width, whether over a prefix. Most rows first, for then what a session
+        allocates for them serves the smaller ones too.
         """
-        buckets = [(rows, width, 0) for rows in self.row_buckets for width in self.table_widths]
-        for prefix in self._prefix_rooms:
-            fewest = min(blocks for blocks in self.prefix_blocks if self._prefix_room(blocks) == prefix)
-            widest = self.max_blocks - fewest
-            narrow = [width for width in self.table_widths if width < widest]
-            widths = self.table_widths[: len(narrow) + 1]
-            buckets += [
-                (rows, width, prefix) for rows in self.row_buckets if rows >= self.prefix_min_rows for width in widths
-            ]
+        buckets = [(rows, width, False) for rows in self.row_buckets for width in self.table_widths]
+        if self.prefix_min_blocks:
+            widest = bucket_for(self.max_blocks - self.prefix_min_blocks, self.table_widths)
+            widths = [width for width in self.table_widths if width <= widest]
+            able = [rows for rows in self.row_buckets if rows >= self.prefix_min_rows]
+            buckets += [(rows, width, True) for rows in able for width in widths]
         return sorted(buckets, reverse=True)
 
     def _warm_up(self, report: Callable[[str, int, int], None]) -> None:
@@ -743,24 +691,24 @@ class CudaRunner:
         buckets = self._buckets()
         for done, bucket in enumerate(buckets):
             report("warming up", done, len(buckets))
-            rows, width, prefix = bucket
+            rows, width, is_prefix = bucket
+            shared = self.prefix_min_blocks if is_prefix else 0
             self._graph_ids[bucket] = done + 1
-            self._bindings[bucket] = self._bind_decode(rows, width, prefix)
+            self._bindings[bucket] = self._bind_decode(rows, width, is_prefix=is_prefix)
             call = PagedDecode(
                 rows=rows,
                 table_width=width,
                 sources=np.zeros(1, dtype=np.int64),
-                past_lengths=np.full(1, prefix, dtype=np.int32),
+                past_lengths=np.full(1, shared * self.block_size, dtype=np.int32),
                 block_table=np.full((1, width), SCRATCH_BLOCK, dtype=np.int32),
                 sampling=None,
-                prefix_blocks=(SCRATCH_BLOCK,) * (prefix // self.block_size),
-                prefix_digest=b"warm-up" if prefix else b"",
+                prefix_blocks=(SCRATCH_BLOCK,) * shared,
             )
             self.result(self.decode(call))
         report("warming up", len(buckets), len(buckets))
 
-    def _bind_decode(self, rows: int, width: int, prefix: int) -> Any:
-        kind = self._decoder_of(rows, prefix)
+    def _bind_decode(self, rows: int, width: int, *, is_prefix: bool) -> Any:
+        kind = self._decoder_of(rows, is_prefix=is_prefix)
         lane, binding = self._lane, self._lane.decoders[kind].io_binding()
         self._bind_weights(binding, kind)
         self._bind_caches(binding)
@@ -776,32 +724,22 @@ class CudaRunner:
             self._bind_metadata(binding, 1, width * self.block_size, 1)
         else:
             self._bind(binding, "attention_room", TensorProto.FLOAT, (self._room_count,), self._room)
-        is_fused = self._operators is Operators.FUSED
-        if kind is not Decoder.STEP or is_fused:
+        if kind is not Decoder.STEP or self._operators is Operators.FUSED:
             self._bind(binding, "positions", TensorProto.INT64, (rows, 1), control + at.positions)
-        if prefix:
-            self._bind_prefix(binding, prefix, self._bind)
-            if self._attends_itself:
-                self._bind(binding, "prefix_length", TensorProto.INT32, (1,), control + at.prefix_length)
-            else:
-                self._bind(binding, "virtual_slots", TensorProto.INT32, (rows,), control + at.virtual_slots)
+        if is_prefix:
+            self._bind(binding, "prefix_length", TensorProto.INT32, (1,), control + at.prefix_length)
+            self._bind(binding, "prefix_table", TensorProto.INT32, (self.max_blocks,), control + at.prefix_table)
         elif kind is Decoder.STEP:
             self._bind_no_slots(binding, rows)
-        if prefix and not is_fused:
-            self._bind(binding, "one_row", TensorProto.INT32, (2,), self._one_row[rows])
-            self._bind(binding, "no_past", TensorProto.INT32, (1,), self._zeros32)
-            blocks = blocks_for(rows, self.block_size)
-            self._bind(binding, "no_table", TensorProto.INT32, (1, blocks), self._zeros32)
-            self._bind_metadata(binding, rows, rows, rows, "one_row_metadata")
-        next_ids = self._pool + (self.max_rows * 8 if prefix else 0)
+        next_ids = self._pool + (self.max_rows * 8 if is_prefix else 0)
         self._bind_output(binding, "next_ids", TensorProto.INT64, (rows,), next_ids)
         self._bind_output(binding, "logits", self._kind, (rows, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (rows,), lane.fed_ids)
         return binding
 
-    def _decoder_of(self, rows: int, prefix: int) -> Decoder:
+    def _decoder_of(self, rows: int, *, is_prefix: bool) -> Decoder:
         """What runs a bucket."""
-        if prefix:
+        if is_prefix:
             return Decoder.PREFIX
         if self._attends_itself:
             return Decoder.DECODE
@@ -822,14 +760,6 @@ class CudaRunner:
         if self._operators is Operators.FUSED:
             self._bind(binding, "no_slots", TensorProto.INT32, (tokens,), self._no_slots)
 
-    def _bind_prefix(self, binding: Any, tokens: int, bind: Callable[..., None]) -> None:
-        model = self._model
-        shape = (model.num_kv_heads, tokens, model.cache_head_dim)
-        size = max(self._prefix_rooms) * model.kv_size * _ITEM_BYTES
-        for layer in range(model.num_layers):
-            bind(binding, f"prefix_key_{layer}", self._kind, shape, self._prefix + 2 * layer * size)
-            bind(binding, f"prefix_value_{layer}", self._kind, shape, self._prefix + (2 * layer + 1) * size)
-
     def _bind_caches(self, binding: Any) -> None:
         model = self._model
         shape = (self.num_blocks, self.block_size, model.num_kv_heads, model.cache_head_dim)
@@ -844,11 +774,9 @@ class CudaRunner:
     def _bind_output(self, binding: Any, name: str, kind: int, shape: Sequence[int], pointer: int) -> None:
         binding.bind_output(name, "cuda", 0, kind, list(shape), pointer)
 
-    def _bind_metadata(
-        self, binding: Any, most_new: int, longest: int, longest_at_least: int, name: str = "attention_metadata"
-    ) -> None:
+    def _bind_metadata(self, binding: Any, most_new: int, longest: int, longest_at_least: int) -> None:
         values = np.array([most_new, longest, longest_at_least], dtype=np.int32)
-        binding.bind_ortvalue_input(name, self._ort.OrtValue.ortvalue_from_numpy(values))
+        binding.bind_ortvalue_input("attention_metadata", self._ort.OrtValue.ortvalue_from_numpy(values))
 
     def _options(self, graph_id: int) -> Any:
         options = self._run_options.get(graph_id)
@@ -1015,17 +943,6 @@ def cuda_table_widths(max_blocks: int) -> tuple[int, ...]:
     while widths[-1] < max_blocks:
         widths.append(widths[-1] * 2)
     return (*(width for width in widths if width < max_blocks), max(2, max_blocks))
-
-
-def prefix_block_counts(rooms: Sequence[int], block_size: int, *, fills: bool) -> tuple[int, ...]:
-    """How many blocks a prefix may have that is read once for many rows, rising.
-
-    rooms: tokens, rising. fills: a prefix must fill its room; else it takes the smallest that holds it, of which the
-    step then multiplies all: from half of the smallest room on.
-    """
-    if fills or not rooms:
-        return tuple(tokens // block_size for tokens in rooms)
-    return tuple(range(rooms[0] // block_size // 2 + 1, rooms[-1] // block_size + 1))
 
 
 def prompt_tiles(lengths: Int32s, past_lengths: Int32s, tokens: int) -> Int32s:

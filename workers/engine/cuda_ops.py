@@ -27,9 +27,9 @@ from workers.models.cuda_graph import has_own_attention
 from workers.models.description import CudaType, ModelDescription
 
 _SOURCES = Path(__file__).parent / "native"
-# In the order that promptmill_set_kernels takes them; the last three exist for heads that `has_own_attention`.
-_KERNELS = (b"rotate_append", b"gated_product", b"row_argmax", b"softmax_weight")
-_ATTENTION = (b"attend", b"attend_join", b"attend_prompt")
+# In the order that promptmill_set_kernels takes them; the last four exist for heads that `has_own_attention`.
+_KERNELS = (b"rotate_append", b"gated_product", b"row_argmax")
+_ATTENTION = (b"attend", b"attend_join", b"attend_prompt", b"attend_shared")
 # What operators.c gives these of shared memory, for heads of 128 channels; more than a kernel has unasked.
 _ATTENTION_SHARED_BYTES = 64 << 10
 _COPY = b"copy_positions"

@@ -35,6 +35,7 @@ CPU_ROWS = 64
 CPU_PREFILL_TOKENS = 512
 CUDA_ROWS = 512
 CUDA_PREFILL_TOKENS = 8448  # 33 times 256: tiles of the products then fill an H100's or H200's 132 processors evenly
+CUDA_PREFIX_MIN_TOKENS = 256  # of a beginning that is read once for all rows that share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,7 @@ def _open_cuda(artifact: Artifact, settings: EngineSettings, report: Callable[[s
             context_length=context_length,
             prefill_tokens=prefill_tokens,
             memory_bytes=settings.kv_cache_mib << 20 or None,
-            prefix_tokens=[tokens for tokens in settings.shared_prefix_lengths if tokens < context_length]
-            if settings.prefix_reuse
-            else (),
+            prefix_min_tokens=CUDA_PREFIX_MIN_TOKENS if settings.prefix_reuse else 0,
             operators=operators,
             release_weights=weights.close,
         )

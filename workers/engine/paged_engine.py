@@ -107,8 +107,7 @@ class PagedPrefill:
 class PagedDecode:
     """One token for each of n rows, run in a bucket of `rows` rows and `table_width` blocks a row.
 
-    prefix_blocks: blocks that all rows begin with and that are to be read once for all; the tables leave them out, and
-    hold room for one position more. prefix_digest names their content.
+    prefix_blocks: blocks that all rows begin with and that are to be read once for all; the tables leave them out.
 
     sources: int64 [n], where each row's token lies on the device: an earlier step's `first_source` plus its place
     there. past_lengths: int32 [n]. block_table: int32 [n, table_width].
@@ -121,7 +120,6 @@ class PagedDecode:
     block_table: Int32s
     sampling: SamplingArrays | None
     prefix_blocks: tuple[int, ...] = ()
-    prefix_digest: Digest = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +145,8 @@ class PagedRunner(Protocol):
     """What the device does for the engine; see `CudaRunner`. Every method is called by the engine's thread alone.
 
     Steps run one after the other, and a decode step may be fed by steps that have not been read.
-    prefix_blocks: how many blocks a prefix may have that a decode step of prefix_min_rows rows or more can read once
-    for all rows.
+    prefix_min_blocks, prefix_min_rows: a prefix of so many blocks that so many rows of a decode step share can be read
+    once for all of them; no blocks: none.
     copies_blocks: whether `copy_blocks` can be called.
     """
 
@@ -158,7 +156,7 @@ class PagedRunner(Protocol):
     max_rows: int
     row_buckets: Sequence[int]
     table_widths: Sequence[int]
-    prefix_blocks: Sequence[int]
+    prefix_min_blocks: int
     prefix_min_rows: int
     copies_blocks: bool
 
@@ -748,11 +746,11 @@ class PagedEngine(StepLoop[_Row]):
         """Launch a step for all rows that decode: two if many of them share a prefix and others do not."""
         places = self._places
         sharing, prefix = self._shared_prefix(wanted)
-        if not self._grow_tables(wanted, sharing):
+        if not self._grow_tables(wanted):
             # Rows were read or preempted on the way: what can run has changed.
             wanted = places.decoding()
             sharing, prefix = self._shared_prefix(wanted)
-            if not wanted.size or not self._grow_tables(wanted, sharing):
+            if not wanted.size or not self._grow_tables(wanted):
                 return
         self._burst_left_tokens = self._within_interactive_burst(self._prefill_burst_tokens)
         self._undecoded = 0
@@ -765,13 +763,13 @@ class PagedEngine(StepLoop[_Row]):
 
     def _shared_prefix(self, wanted: Int64s) -> tuple[npt.NDArray[np.bool_], int]:
         places, runner = self._places, self._runner
-        if wanted.size < runner.prefix_min_rows or not runner.prefix_blocks:
+        if wanted.size < runner.prefix_min_rows or not runner.prefix_min_blocks:
             return np.zeros(wanted.size, dtype=bool), 0
         sharing, blocks = shared_prefix(
             places.tables[wanted],
             places.lengths[wanted],
             runner.block_size,
-            runner.prefix_blocks,
+            runner.prefix_min_blocks,
             runner.prefix_min_rows,
         )
         first, other = wanted[sharing], wanted[~sharing]
@@ -800,7 +798,6 @@ class PagedEngine(StepLoop[_Row]):
             block_table=_columns(places.tables, at, prefix, width),
             sampling=self._sampling(at, is_prefill=False),
             prefix_blocks=blocks,
-            prefix_digest=places.row(int(at[0])).digests[prefix - 1] if prefix else b"",
         )
         try:
             ticket = runner.decode(call)
@@ -816,13 +813,10 @@ class PagedEngine(StepLoop[_Row]):
         self._flight.append(_Step(ticket, at, at, is_prefill=False))
         self._steps += 1
 
-    def _grow_tables(self, wanted: Int64s, sharing: npt.NDArray[np.bool_]) -> bool:
-        """Give a block to each row whose next position begins one; False if rows had to be preempted for that.
-
-        sharing: rows that need room for one position more.
-        """
+    def _grow_tables(self, wanted: Int64s) -> bool:
+        """Give a block to each row whose next position begins one; False if rows had to be preempted for that."""
         places, size = self._places, self._pool.block_size
-        needy = wanted[places.lengths[wanted] + sharing >= places.block_counts[wanted] * size]
+        needy = wanted[places.lengths[wanted] >= places.block_counts[wanted] * size]
         for place in needy:
             taken = self._pool.take(1)
             if taken is None:

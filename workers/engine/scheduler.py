@@ -208,29 +208,28 @@ def prefers_prefill(*, can_prefill: bool, can_decode: bool, burst_left_tokens: i
 
 
 def shared_prefix(
-    tables: Int32s, lengths: Int32s, block_size: int, prefix_blocks: Sequence[int], min_rows: int
+    tables: Int32s, lengths: Int32s, block_size: int, min_blocks: int, min_rows: int
 ) -> tuple[npt.NDArray[np.bool_], int]:
     """The rows that share a prefix worth reading once for all of them: where that saves most.
 
-    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. prefix_blocks: how many blocks a prefix may
-    have, rising. A block has one content and stands in the tables of those alone that share all before it, so rows with
-    equal k-th blocks have k equal ones, and the longer a prefix, the fewer share it.
+    tables: int32 [n, max_blocks]. lengths: int32 [n], positions computed. min_blocks: of a prefix, at least one. A
+    block has one content and stands in the tables of those alone that share all before it, so rows with equal k-th
+    blocks have k equal ones, and the longer a prefix, the fewer share it.
     Returns which rows, and how many blocks they share: 0 if too few rows share enough.
     """
 
     def most_alike(blocks: int) -> tuple[int, npt.NDArray[np.bool_]]:
         """The most rows that share so many blocks."""
-        # The step needs room for two positions: the row's next token and one that merges the prefix.
-        is_able = (lengths >= blocks * block_size) & (lengths + 2 <= tables.shape[1] * block_size)
+        is_able = lengths >= blocks * block_size
         ends, counts = np.unique(tables[is_able, blocks - 1], return_counts=True)
         if not counts.size:
             return 0, is_able
         return int(counts.max()), is_able & (tables[:, blocks - 1] == ends[counts.argmax()])
 
-    possible = [blocks for blocks in prefix_blocks if blocks <= tables.shape[1]]
+    possible = range(min_blocks, tables.shape[1] + 1)
     if len(lengths) < min_rows or not possible:
         return np.zeros(len(lengths), dtype=bool), 0
-    most, sharing = most_alike(possible[0])
+    most, _ = most_alike(min_blocks)
     if most < min_rows:
         return np.zeros(len(lengths), dtype=bool), 0
     longest = bisect_right(possible, -min_rows, lo=1, key=lambda blocks: -most_alike(blocks)[0]) - 1

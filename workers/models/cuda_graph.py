@@ -12,7 +12,7 @@ With our own operators (`Operators.FUSED`, engine/native/operators.c) one kernel
 what a single product gave for gate and up, and one picks the likeliest token. The graph then takes positions int64
 [T, 1] and, for PagedAttention, no_slots int32 [T], all -1: it stores nothing itself.
 
-It comes in four kinds (`Decoder`), which differ in attention alone:
+It comes in four kinds (`Decoder`), which differ in attention alone; DECODE and PREFIX have an attention of our own:
   STEP multiplies q, k and v at once and attends with PagedAttention. Without our operators it leaves the rotation to
   that, which makes the fewest kernels, and is for decode steps only; with them, it is for heads that our own attention
   (`has_own_attention`) is not made for.
@@ -21,11 +21,9 @@ It comes in four kinds (`Decoder`), which differ in attention alone:
   positions: PagedAttention's own rotation searches each token's row anew and took a tenth of a prefill (H200,
   2026-11-30).
   DECODE is a decode step with our own attention, which works in attention_room float32 [`attention_room`].
-  PREFIX is a decode step of rows that share their first tokens, at most Q of them, and reads those once for all. It
-  takes positions and prefix_key_{i}, prefix_value_{i} [num_kv_heads, Q, cache_head_dim] (`build_prefix_graph`);
-  past_lengths and block_table leave the prefix out. With our own attention it takes prefix_length int32 [1], the tokens
-  that are there. Without, they are Q; it also takes virtual_slots int32 [B], and past_lengths count one token more: see
-  `_attend_prefix`.
+  PREFIX is a decode step of rows that begin alike, which our own attention reads once for all. It takes prefix_table
+  int32 [n] and prefix_length int32 [1], the blocks that all begin with and their tokens; past_lengths and block_table
+  leave these out.
 
 Weights are inputs rather than initializers, so that sessions share them by pointer and a graph is a few kilobytes.
 Activations, weights and cache all have one type: float16 or bfloat16.
@@ -185,15 +183,6 @@ def uses_paged_attention(description: ModelDescription, kind: Decoder, operators
     return not own or kind is Decoder.STEP
 
 
-def can_share_prefix(description: ModelDescription, dtype: CudaType, operators: Operators) -> bool:
-    """Whether the PREFIX decoder exists. Without an attention of our own it merges one token for each head, and ArgMax
-    has no bfloat16 kernel.
-    """
-    if operators is Operators.FUSED and has_own_attention(description):
-        return True
-    return description.num_heads == description.num_kv_heads and dtype == "float16"
-
-
 def decoder_weights(
     description: ModelDescription, context_length: int, kind: Decoder, operators: Operators
 ) -> dict[str, tuple[int, ...]]:
@@ -302,50 +291,21 @@ def build_decoder_graph(
         inputs.append(("cumulative_lengths", TensorProto.INT32, ["rows_plus_1"]))
     if is_paged:
         inputs.append(("attention_metadata", TensorProto.INT32, [3]))
-        if kind is Decoder.PREFIX:
-            inputs.append(("virtual_slots", TensorProto.INT32, ["rows"]))
     elif kind is Decoder.PROMPT:
         inputs.append(("tiles", TensorProto.INT32, ["tiles", 2]))
     else:
         inputs.append(("attention_room", TensorProto.FLOAT, ["room"]))
-        if kind is Decoder.PREFIX:
-            inputs.append(("prefix_length", TensorProto.INT32, [1]))
     if kind is Decoder.PREFIX:
-        inputs += _prefix_values(description, element)
-    elif is_fused and kind is Decoder.STEP:
+        inputs.append(("prefix_table", TensorProto.INT32, ["prefix_width"]))
+        inputs.append(("prefix_length", TensorProto.INT32, [1]))
+    if is_fused and is_paged:
         inputs.append(("no_slots", TensorProto.INT32, ["tokens"]))
-    if kind is Decoder.PREFIX and not is_fused:
-        inputs += [
-            ("one_row", TensorProto.INT32, [2]),
-            ("no_past", TensorProto.INT32, [1]),
-            ("no_table", TensorProto.INT32, [1, "no_width"]),
-            ("one_row_metadata", TensorProto.INT32, [3]),
-        ]
     outputs: list[Value] = [
         ("fed_ids", TensorProto.INT64, ["tokens"]),
         ("logits", element, ["num_logits", description.vocab_size]),
         ("next_ids", TensorProto.INT64, ["num_logits"]),
     ]
     return _model(graph.nodes, inputs, outputs, [graph.used[name] for name in graph.used if name not in shapes])
-
-
-def build_prefix_graph(description: ModelDescription, dtype: CudaType, block_size: int) -> ModelProto:
-    """Build the graph that copies the KV of a prefix from its blocks to where the PREFIX decoder reads it.
-
-    Inputs: prefix_blocks int64 [n], key_{i}, value_{i}. Outputs: prefix_key_{i}, prefix_value_{i} [num_kv_heads,
-    n * block_size, cache_head_dim].
-    """
-    element = ONNX_TYPES[dtype]
-    graph = CudaGraphWriter(description, dtype, {})
-    shape = graph.constant("prefix.shape", [-1, description.num_kv_heads, description.cache_head_dim])
-    for layer in range(description.num_layers):
-        for part in _CACHES:
-            name = f"{part}_{layer}"
-            blocks = graph.node("Gather", [name, "prefix_blocks"], [f"{name}.blocks"], axis=0)
-            rows = graph.node("Reshape", [blocks, shape], [f"{name}.rows"])
-            graph.node("Transpose", [rows], [f"prefix_{name}"], perm=[1, 0, 2])
-    inputs: list[Value] = [("prefix_blocks", TensorProto.INT64, ["blocks"]), *_cache_values(description, element)]
-    return _model(graph.nodes, inputs, _prefix_values(description, element), list(graph.used.values()))
 
 
 def build_sampler_graph(dtype: CudaType | Literal["float32"], vocab_size: int, *, with_extras: bool) -> ModelProto:
@@ -411,11 +371,6 @@ def _cache_values(description: ModelDescription, element: int) -> list[Value]:
     return [(f"{part}_{layer}", element, shape) for layer in range(description.num_layers) for part in _CACHES]
 
 
-def _prefix_values(description: ModelDescription, element: int) -> list[Value]:
-    shape: list[Any] = [description.num_kv_heads, "prefix", description.cache_head_dim]
-    return [(f"prefix_{part}_{layer}", element, shape) for layer in range(description.num_layers) for part in _CACHES]
-
-
 def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -> str:
     """Attention of one layer: [T, hidden_size] → [T, query_size]."""
     at = f"layers.{layer}.attention"
@@ -430,8 +385,6 @@ def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -
         )
         if not uses_paged_attention(graph.description, kind, graph.operators):
             return _attend_alone(graph, query, layer, kind)
-        if kind is Decoder.PREFIX:
-            return _attend_prefix(graph, query, layer)
         rows = ("cumulative_lengths", "past_lengths", "block_table", "no_slots", "attention_metadata")
         return _attend_paged(graph, [query, stored, stored], layer, at, do_rotary=0, rows=rows)
     if kind is Decoder.STEP:
@@ -440,9 +393,7 @@ def _attend_in(graph: CudaGraphWriter, normed: str, layer: int, kind: Decoder) -
     query = _rotate(graph, project(graph, normed, f"{at}.q"), graph.description.query_size)
     key = _rotate(graph, project(graph, normed, f"{at}.k"), graph.description.kv_size)
     value = project(graph, normed, f"{at}.v")
-    if kind is Decoder.PROMPT:
-        return _attend_paged(graph, [query, key, value], layer, at, do_rotary=0)
-    return _attend_prefix(graph, query, layer, own=(key, value))
+    return _attend_paged(graph, [query, key, value], layer, at, do_rotary=0)
 
 
 def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, kind: Decoder) -> str:
@@ -456,23 +407,9 @@ def _attend_alone(graph: CudaGraphWriter, query: str, layer: int, kind: Decoder)
     inputs.append("attention_room")
     if kind is Decoder.DECODE:
         return graph.own("Attend", inputs, [at], scale=scale)
-    # All rows meet the prefix in one product for each KV head: its query heads of all rows against its keys.
-    kv_heads, dim = description.num_kv_heads, description.cache_head_dim
-    group = description.num_heads // kv_heads
-    by_row = graph.node("Reshape", [query, _constant(graph, "by_kv_head", [-1, kv_heads, group * dim])], [f"{at}.rows"])
-    by_head = graph.node("Transpose", [by_row], [f"{at}.heads.grouped"], perm=[1, 0, 2])
-    by_head = graph.node("Reshape", [by_head, _constant(graph, "by_head", [kv_heads, -1, dim])], [f"{at}.heads"])
-    scores = graph.node(
-        "FusedMatMul",
-        [by_head, f"prefix_key_{layer}"],
-        [f"{at}.scores"],
-        domain=MICROSOFT,
-        transB=1,
-        alpha=float(scale),
-    )
-    shares, weight = f"{at}.shares", f"{at}.weight"
-    graph.own("SoftmaxWeight", [scores, "prefix_length"], [shares, weight])
-    answer = graph.node("MatMul", [shares, f"prefix_value_{layer}"], [f"{at}.answer"])
+    answer, weight = f"{at}.prefix_answer", f"{at}.prefix_weight"
+    shared = [query, f"key_{layer}", f"value_{layer}", "prefix_table", "prefix_length"]
+    graph.own("AttendShared", shared, [answer, weight], scale=scale)
     return graph.own("AttendPrefixed", [*inputs, answer, weight], [at], scale=scale)
 
 
@@ -542,73 +479,6 @@ def _rotate(graph: GraphWriter, values: str, size: int) -> str:
         "RotaryEmbedding", [single, "positions", *tables], [f"{values}.turned"], domain=MICROSOFT, interleaved=0
     )
     return graph.node("Reshape", [rotated, _constant(graph, f"flat.{size}", [-1, size])], [f"{values}.rotated"])
-
-
-def _attend_prefix(graph: GraphWriter, query: str, layer: int, own: tuple[str, str] | None = None) -> str:
-    """Attention of one token a row to a prefix that all rows share and to what each row has of its own.
-
-    own: each row's rotated key and its value, unless they are stored already.
-
-    The prefix is one dense product for all rows, which gives each row and head its part O1 of the answer and the
-    logarithm L1 of its weight. It joins the rest as one virtual token that stands behind the row's own: value O1, and
-    key q * L1 / (scale * |q|^2), whose product with q is L1. So attention over own tokens and virtual token is
-    attention over everything, to the rounding of that key. The next step's token overwrites it.
-    """
-    description = graph.description
-    heads, dim = description.num_heads, description.cache_head_dim
-    scale = 1 / math.sqrt(description.head_dim)
-    at = f"layers.{layer}.attention"
-
-    def node(op: str, inputs: list[str], name: str, domain: str = "", **attributes: Any) -> str:
-        return graph.node(op, inputs, [f"{at}.{name}"], domain=domain, **attributes)
-
-    by_head = _constant(graph, "by_head", [-1, heads, dim])
-    flat = _constant(graph, "by_row", [-1, heads * dim])
-    rows = node("Reshape", [query, by_head], "rows")
-    turned = node("Transpose", [rows], "heads", perm=[1, 0, 2])
-    scores = node(
-        "FusedMatMul", [turned, f"prefix_key_{layer}"], "scores", domain=MICROSOFT, transB=1, alpha=float(scale)
-    )
-    shares = node("Softmax", [scores], "shares", axis=2)
-    part = node("MatMul", [shares, f"prefix_value_{layer}"], "part")
-    part = node("Transpose", [part], "part.rows", perm=[1, 0, 2])
-    virtual_value = node("Reshape", [part, flat], "virtual_value")
-    # The weight of all, from the likeliest token's score and share: log(sum(exp(s))) = s_i - log(share_i).
-    likeliest = node("ArgMax", [scores], "likeliest", axis=2, keepdims=1)
-    score = node("GatherElements", [scores, likeliest], "score", axis=2)
-    share = node("GatherElements", [shares, likeliest], "share", axis=2)
-    score = node("Cast", [score], "score.float32", to=TensorProto.FLOAT)
-    share = node("Log", [node("Cast", [share], "share.float32", to=TensorProto.FLOAT)], "share.log")
-    weight = node("Transpose", [node("Sub", [score, share], "weight")], "weight.rows", perm=[1, 0, 2])
-    wide = node("Cast", [rows], "rows.float32", to=TensorProto.FLOAT)
-    squares = node("Mul", [wide, wide], "squares")
-    norm = node("ReduceSum", [squares, _constant(graph, "head.axis", [2])], "norm", keepdims=1)
-    norm = node("Mul", [norm, _scalar(graph, "scale", scale)], "norm.scaled")
-    virtual_key = node("Mul", [wide, node("Div", [weight, norm], "factor")], "virtual_key.float32")
-    virtual_key = node("Cast", [virtual_key], "virtual_key.rows", to=ONNX_TYPES[_cuda_type(graph)])
-    virtual_key = node("Reshape", [virtual_key, flat], "virtual_key")
-    if own:
-        # First the rows' tokens are written. To the operator they are one row of new tokens, whose attention is cheap;
-        # as rows of one token each they took longer than the attention that counts (H200, 512 rows).
-        written = _attend_paged(
-            graph,
-            [query, *own],
-            layer,
-            f"{at}.written",
-            do_rotary=0,
-            rows=("one_row", "no_past", "no_table", "slots", "one_row_metadata"),
-        )
-        # Nothing of its answer is used, but adding zero times that keeps the two in order.
-        kept = node("Mul", [written, _scalar(graph, "nothing", 0.0, half=True)], "kept")
-        virtual_key = node("Add", [virtual_key, kept], "virtual_key.ordered")
-    return _attend_paged(
-        graph,
-        [query, virtual_key, virtual_value],
-        layer,
-        at,
-        do_rotary=0,
-        rows=("cumulative_lengths", "past_lengths", "block_table", "virtual_slots", "attention_metadata"),
-    )
 
 
 def _constant(graph: GraphWriter, name: str, values: list[int]) -> str:

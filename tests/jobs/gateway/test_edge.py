@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,10 @@ def speak(gateway: RunningGateway, sent: bytes) -> bytes:
         while piece := connection.recv(65_536):
             answer += piece
         return answer
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", answer)]
 
 
 class TestRefusals:
@@ -187,6 +192,40 @@ class TestBrokenClients:
     def test_headers_that_do_not_come_are_not_waited_for(self, impatient: RunningGateway) -> None:
         assert speak(impatient, b"GET /healthz HTT").startswith(b"HTTP/1.1 408")
 
+    @pytest.mark.parametrize("hosts", [b"", b"Host: a\r\nHost: b\r\n"])
+    def test_a_request_names_one_host(self, small: RunningGateway, hosts: bytes) -> None:
+        assert statuses(speak(small, b"GET /healthz HTTP/1.1\r\n" + hosts + b"\r\n")) == [400]
+
+    @pytest.mark.parametrize("endless", [b"5;x=", b"0\r\nX: "], ids=["a chunk's extension", "a trailer"])
+    def test_what_goes_on_for_ever_around_a_body_is_cut_off(self, small: RunningGateway, endless: bytes) -> None:
+        head = b"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nTransfer-Encoding: chunked\r\n\r\n"
+        host, _, port = small.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(head % small.key().encode() + endless)
+            with pytest.raises(ConnectionError):
+                for _ in range(10_000):
+                    connection.sendall(b"y" * 10_000)
+
+    def test_trailers_change_nothing(self, small: RunningGateway) -> None:
+        sent = b"POST /v1/batches HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        trailers = b"X-Request-Id: of-a-trailer\r\nAuthorization: Bearer %s\r\n" % small.key().encode()
+        answer = speak(small, sent + b"2\r\n{}\r\n0\r\n" + trailers + b"\r\n")
+        assert statuses(answer) == [401]
+        assert b"of-a-trailer" not in answer
+
+    @pytest.mark.parametrize("method", [b"GET", b"POST"])
+    def test_who_offers_another_protocol_is_answered_in_this_one(self, small: RunningGateway, method: bytes) -> None:
+        """As Java's client does with every call."""
+        head = b"%s /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % (method, small.key().encode())
+        head += b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+        host, _, port = small.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            for _ in range(2):
+                connection.sendall(head + (b"\r\n" if method == b"GET" else b"Content-Length: 2\r\n\r\n{}"))
+                answer = connection.recv(65_536)
+                assert statuses(answer) == [200 if method == b"GET" else 400]
+                assert b"invalid_json" not in answer
+
     def test_a_body_that_does_not_come_is_not_waited_for(self, impatient: RunningGateway) -> None:
         head = (
             f"POST /v1/batches HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {impatient.key()}\r\n"
@@ -252,9 +291,11 @@ class TestHealth:
     def test_calls_are_measured_by_route_and_status(self, http: httpx.Client) -> None:
         http.get("/v1/files/file-none")
         http.get("/v1/nothing/at/all")
+        assert error_of(http.post("/v1/chat/completions", json={}))["code"] == "missing_required_parameter"
         text = http.get("/metrics").text
         assert 'promptmill_http_requests_total{method="GET",route="/v1/files/{file_id}",status="404"} ' in text
         assert 'promptmill_http_requests_total{method="GET",route="none",status="404"} ' in text
+        assert 'promptmill_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} ' in text
         assert 'promptmill_http_request_duration_seconds_bucket{le="0.1",method="GET",route="/healthz"}' in text
         assert 'promptmill_batches{status="in_progress"} ' in text
         assert 'promptmill_reachable{service="queue"} 1.0' in text

@@ -18,8 +18,6 @@ from tests.workers.engine.fake_runner import VOCAB_SIZE, next_token
 from workers.engine.paged_engine import BlockCopy, PagedDecode, PagedPrefill, SamplingArrays, StepResult
 from workers.engine.request import DEVICE_FAILED
 
-VIRTUAL = 1000  # what merges a shared prefix takes a position; no token has this id
-
 
 @dataclass
 class Ticket:
@@ -39,7 +37,7 @@ class FakePagedRunner:
         context_length: int,
         *,
         reserved_rows: int = 0,
-        prefix_blocks: tuple[int, ...] = (),
+        prefix_min_blocks: int = 0,
         copies_blocks: bool = True,
         seed: int = 0,
     ) -> None:
@@ -54,10 +52,8 @@ class FakePagedRunner:
         self.max_rows = max_rows = max_rows + reserved_rows
         widest = -(-context_length // block_size)
         self.table_widths = [width for width in (1, 2, 4, 8, 16, 32, 64) if width < widest] + [widest]
-        self.prefix_blocks = prefix_blocks
+        self.prefix_min_blocks = prefix_min_blocks
         self.prefix_min_rows = 2
-        self.loaded_prefix = b""
-        self.prefix = np.zeros(0, dtype=np.int64)
         self.cache = np.full((blocks, block_size), -1, dtype=np.int64)
         self.pool = np.full(4 * max_rows, -1, dtype=np.int64)
         self.ring_at = 0
@@ -116,26 +112,20 @@ class FakePagedRunner:
         self.calls.append(call)
         self.decode_shapes.append((call.rows, count))
         shared = len(call.prefix_blocks) * self.block_size
-        loads_prefix = shared > 0 and call.prefix_digest != self.loaded_prefix
         if shared:
-            assert len(call.prefix_blocks) in self.prefix_blocks and count >= self.prefix_min_rows
-            assert ((call.past_lengths - shared + 2) <= call.table_width * self.block_size).all()
-            self.loaded_prefix = call.prefix_digest
+            assert len(call.prefix_blocks) >= self.prefix_min_blocks > 0 and count >= self.prefix_min_rows
+            assert ((call.past_lengths - shared) < call.table_width * self.block_size).all()
             self.prefix_rows += count
         first = self.decode_source(is_prefix=shared > 0)
 
         def work() -> StepResult:
-            if loads_prefix:
-                self.prefix = self.cache[list(call.prefix_blocks)].reshape(-1)
+            prefix = self.cache[list(call.prefix_blocks)].reshape(-1)
             fed = self.pool[call.sources]
             assert fed.min() >= 0
             contexts = []
             for token, table, past in zip(fed, call.block_table, call.past_lengths - shared, strict=True):
                 self._write(table, past, int(token))
-                if shared:
-                    self._write(table, past + 1, VIRTUAL)
-                own = self._context(table, past + 1)
-                contexts.append(np.concatenate([self.prefix, own]) if shared else own)
+                contexts.append(np.concatenate([prefix, self._context(table, past + 1)]))
             result = _choose(contexts, call.sampling, fed)
             self.pool[first : first + count] = result.token_ids
             return result

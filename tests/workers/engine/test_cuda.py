@@ -35,7 +35,7 @@ from workers.engine.blocks import block_size_for
 from workers.engine.cuda import CudaRunner, DeviceTensor, cuda_row_buckets, cuda_table_widths
 from workers.engine.cuda_ops import OperatorsUnavailable
 from workers.engine.opening import open_engine
-from workers.engine.paged_engine import PagedEngine
+from workers.engine.paged_engine import PagedDecode, PagedEngine
 from workers.engine.request import GenerationRequest, SamplingParameters
 from workers.engine.sampling import RowSampler
 from workers.models.artifact import Artifact
@@ -152,7 +152,6 @@ class PretendedCuda:
         return (Error.cudaSuccess,)
 
 
-VIRTUAL = 1000  # what the cache holds where a shared prefix is merged; no token has this id
 _TYPES = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16}
 
 
@@ -190,9 +189,8 @@ class Session:
     def __init__(self, model: bytes, options: object, providers: list[Any]) -> None:
         self.graph = onnx.load_from_string(model).graph
         self.is_decoder = any(value.name == "token_pool" for value in self.graph.input)
-        self.is_prefix_copy = any(value.name == "prefix_blocks" for value in self.graph.input)
         self.captured: dict[str, dict[str, Any]] = {}
-        if not self.is_decoder and not self.is_prefix_copy:
+        if not self.is_decoder:
             real = onnxruntime.SessionOptions()
             real.intra_op_num_threads = 1
             self.sampler = onnxruntime.InferenceSession(model, real, providers=["CPUExecutionProvider"])
@@ -206,11 +204,6 @@ class Session:
     def run_with_iobinding(self, binding: Binding, options: RunOptions) -> None:
         assert options.entries["disable_synchronize_execution_providers"] == "1"
         graph_id = options.entries["gpu_graph_id"]
-        if self.is_prefix_copy:
-            blocks = binding.array("key_0")[binding.array("prefix_blocks")]
-            rows = blocks.reshape(-1, *blocks.shape[2:])
-            binding.array("prefix_key_0")[...] = rows.transpose(1, 0, 2)
-            return
         if not self.is_decoder:
             names = [value.name for value in self.graph.input]
             answers = self.sampler.run(None, {name: binding.array(name) for name in names})
@@ -242,16 +235,13 @@ def _run_decoder(binding: Binding) -> None:
     table, cache, slots = binding.array("block_table"), binding.array("key_0"), binding.array("slots")
     flat = cache[:, :, 0, 0].reshape(-1).copy()  # the cache itself is written below
     flat[slots] = fed
-    prefix = np.zeros(0, dtype=np.int64)
-    if "prefix_key_0" in binding.places:
-        prefix = binding.array("prefix_key_0")[0, :, 0].astype(np.int64)
-        if attends_alone:
-            (length,) = binding.array("prefix_length")
-            assert 0 < length <= prefix.size
-            prefix = prefix[:length]
-        else:
-            flat[binding.array("virtual_slots")] = VIRTUAL
     cache[:, :, 0, 0] = flat.reshape(cache.shape[:2])
+    prefix = np.zeros(0, dtype=np.int64)
+    if "prefix_table" in binding.places:
+        (length,) = binding.array("prefix_length")
+        assert length and length % cache.shape[1] == 0
+        shared = binding.array("prefix_table")[: length // cache.shape[1]]
+        prefix = cache[shared, :, 0, 0].reshape(-1).astype(np.int64)
     room = table.shape[1] * cache.shape[1]
     if "tiles" in binding.places:
         most_new, longest = 1 << 20, room
@@ -265,9 +255,6 @@ def _run_decoder(binding: Binding) -> None:
         values = cache[table[row], :, 0, 0].reshape(-1).astype(np.int64)
         for offset in range(end - start):
             own = values[: past[row] + offset + 1]
-            if prefix.size and not attends_alone:
-                assert own[-1] == VIRTUAL or past[row] == 0, "the virtual token is the last one"
-                own = own[:-1]
             if "positions" in binding.places and past[row]:
                 assert binding.array("positions")[start + offset, 0] == prefix.size + len(own) - 1
             contexts.append(np.concatenate([prefix, own]))
@@ -337,19 +324,19 @@ def make_runner(model: ModelDescription = TINY, **options: Any) -> CudaRunner:
     return CudaRunner(model, weights, dtype="float16", rotary_length=120, **chosen)
 
 
-@pytest.mark.parametrize("prefix_tokens", [(), (16, 32)])
+@pytest.mark.parametrize("prefix_min_tokens", [0, 16])
 @pytest.mark.parametrize(
     ("operators", "head_dim"), [(None, 16), (PretendedOperators(), 16), (PretendedOperators(), 64)]
 )
 def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
-    device: PretendedCuda, operators: PretendedOperators | None, head_dim: int, prefix_tokens: tuple[int, ...]
+    device: PretendedCuda, operators: PretendedOperators | None, head_dim: int, prefix_min_tokens: int
 ) -> None:
     """Token sources, padding rows, tables of every bucket, control copies: one wrong offset and an answer is wrong.
 
     With ONNX Runtime's operators alone, with our own, and with heads that our own attention is made for.
     """
     model = _with_heads(head_dim)
-    runner = make_runner(model, prefix_tokens=prefix_tokens, prefix_min_rows=2, operators=operators)
+    runner = make_runner(model, prefix_min_tokens=prefix_min_tokens, prefix_min_rows=2, operators=operators)
     engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64, least_copied_tokens=2)
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
@@ -365,40 +352,30 @@ def test_the_engine_answers_right_through_the_addresses_that_the_runner_binds(
     assert not device.objects, "a stream or an event was not given back"
 
 
-def test_grouped_heads_share_a_prefix_with_our_own_attention_only(device: PretendedCuda) -> None:
-    grouped = ModelDescription(**{**TINY.to_json(), "head_dim": 64, "num_heads": 4})
-    assert not make_runner(grouped, prefix_tokens=(16,)).prefix_blocks
-    runner = make_runner(grouped, prefix_tokens=(16,), prefix_min_rows=2, operators=PretendedOperators())
-    assert tuple(runner.prefix_blocks) == (1,)
-    engine = PagedEngine(runner, stop_token_ids=[3], prefill_budget_tokens=64)
-    prompts = [[5] * 20 + [token] for token in range(6)]
-    futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(30))) for prompt in prompts]
-    for prompt, future in zip(prompts, futures, strict=True):
-        assert list(future.result(60).completion_token_ids) == continuation(prompt, 30, frozenset([3]))[0]
-    engine.close()
-
-
-def test_a_prefix_shares_the_room_of_a_longer_one_with_our_own_attention_only(device: PretendedCuda) -> None:
-    """48 tokens in the room of 64: read once for all rows, whose own tables may then be as wide as 72 tokens need."""
-    assert tuple(make_runner(prefix_tokens=(16, 64)).prefix_blocks) == (1, 4)
+def test_a_prefix_of_any_length_is_read_once_for_all_rows_by_our_own_attention_only(device: PretendedCuda) -> None:
+    """48 tokens of rows whose own tables may be as wide as the other 72 need."""
+    assert not make_runner(prefix_min_tokens=16).prefix_min_blocks
+    assert not make_runner(prefix_min_tokens=16, operators=PretendedOperators()).prefix_min_blocks
+    assert not make_runner(_with_heads(64), operators=PretendedOperators()).prefix_min_blocks, "no row is so long"
     runner = make_runner(
-        _with_heads(64), prefix_tokens=(32, 64), prefix_min_rows=2, operators=PretendedOperators(), max_rows=4
+        _with_heads(64), prefix_min_tokens=32, prefix_min_rows=2, operators=PretendedOperators(), max_rows=4
     )
-    assert tuple(runner.prefix_blocks) == (2, 3, 4)
+    assert runner.prefix_min_blocks == 2
+    read = set()
+    decode = runner.decode
+
+    def note(call: PagedDecode) -> Any:
+        read.add(len(call.prefix_blocks))
+        return decode(call)
+
+    runner.decode = note  # type: ignore[method-assign]
     engine = PagedEngine(runner, stop_token_ids=[], prefill_budget_tokens=64)
     shared = [n % VOCAB_SIZE for n in range(49)]
     futures = [engine.submit(GenerationRequest([*shared, own], SamplingParameters(69))) for own in range(4)]
     for own, future in enumerate(futures):
         assert list(future.result(60).completion_token_ids) == continuation([*shared, own], 69)[0]
     engine.close()
-    assert runner._loaded_prefix, "the prefix was read once for all rows"
-
-
-def test_prefixes_of_one_room_take_as_many_blocks_as_fill_more_than_half_of_it() -> None:
-    assert cuda.prefix_block_counts((), 128, fills=False) == ()
-    assert cuda.prefix_block_counts((512, 1024), 128, fills=True) == (4, 8)
-    assert cuda.prefix_block_counts((512, 1024), 128, fills=False) == (3, 4, 5, 6, 7, 8)
-    assert cuda.prefix_block_counts((256,), 256, fills=False) == (1,)
+    assert 3 in read
 
 
 def test_prompts_are_cut_into_tiles_of_which_the_longest_to_read_comes_first() -> None:
@@ -497,7 +474,7 @@ def test_many_rows_are_drawn_in_parts(device: PretendedCuda, monkeypatch: pytest
 
 
 def _noting_drawn_rows(session: Any, drawn: list[int], run: Any, binding: Binding, options: RunOptions) -> None:
-    if not session.is_decoder and not session.is_prefix_copy:
+    if not session.is_decoder:
         drawn.append(binding.places["logits"][1][0])
     run(session, binding, options)
 
@@ -508,7 +485,7 @@ def test_room_is_left_for_all_that_samplers_take(device: PretendedCuda, monkeypa
     run, told = Session.run_with_iobinding, device.cudaMemGetInfo
 
     def note(session: Session, binding: Binding, options: RunOptions) -> None:
-        if not session.is_decoder and not session.is_prefix_copy:
+        if not session.is_decoder:
             seen.append(("bias_ids" in binding.places, binding.places["logits"][1][0]))
         run(session, binding, options)
 
@@ -522,7 +499,7 @@ def test_room_is_left_for_all_that_samplers_take(device: PretendedCuda, monkeypa
     runner = make_runner()
     runner.start()
     runner.close()
-    assert asked == [[], [(False, 6), (True, 6)]]
+    assert asked == [[(False, 6), (True, 6)]]
 
 
 def test_many_penalized_tokens_make_the_sampling_buffers_grow(
@@ -591,7 +568,7 @@ def test_an_artifact_becomes_a_running_engine_and_leaves_nothing_behind(
 ) -> None:
     """Weights, cache, streams, events: who closes the engine gives all of it back."""
     heard: list[tuple[str, int, int]] = []
-    settings = EngineSettings(max_batch_size=4, shared_prefix_tokens="16,4096", kv_cache_mib=1)
+    settings = EngineSettings(max_batch_size=4, kv_cache_mib=1)
     engine = open_engine(artifact, settings, "cuda", lambda *progress: heard.append(progress))
     assert isinstance(engine, PagedEngine)
     assert (engine.max_batch_size, engine.context_length) == (4, artifact.context_length)
@@ -769,7 +746,7 @@ def test_the_sampler_draws_what_the_cpu_flavour_draws(with_extras: bool) -> None
 
 def test_a_mixed_load_is_answered_right_through_the_runner(artifact: Artifact, device: PretendedCuda) -> None:
     """The load that a GPU is soaked with: `open_engine`, the reserve for interactive requests, samplers with extras."""
-    settings = EngineSettings(max_batch_size=6, shared_prefix_tokens="16,32", kv_cache_mib=1)
+    settings = EngineSettings(max_batch_size=6, kv_cache_mib=1)
     engine = open_engine(artifact, settings, "cuda")
     assert isinstance(engine, PagedEngine)
     assert engine._runner.max_rows == 7
@@ -804,7 +781,7 @@ def test_the_benchmark_tells_every_figure_that_it_measured(
     try:
         benchmark.main(
             f"--artifact {longer_artifact.path} --workloads one mixed --minutes 0.02 --max-rows 4 --kv-cache-mib 1 "
-            f"--context-length 256 --prefix-tokens --prefill-tokens 256 --peer {tmp_path / 'peer.txt'}".split()
+            f"--context-length 256 --prefill-tokens 256 --peer {tmp_path / 'peer.txt'}".split()
         )
     finally:
         gc.unfreeze()
@@ -813,7 +790,7 @@ def test_the_benchmark_tells_every_figure_that_it_measured(
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert figures["one request alone, of the peer's time"]["is_met"] is True
     assert figures["mixed, growth of device memory, MiB"]["measured"] == 0.0
-    assert 0 < figures["KV cache, of what the weights leave"]["measured"] <= 1.0
+    assert 0 < figures["KV cache, of the memory left for it"]["measured"] <= 1.0
     assert report["results"]["mixed"]["runs"][0]["device"]["utilization_percent"] == 97
     assert "start, seconds" in printed
     assert not device.memory and not device.objects

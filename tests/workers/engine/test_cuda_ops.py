@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +18,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.checkpoints import DESCRIPTION
+from tests.workers.engine.halves import DECODE, ENCODE
 from workers.engine import cuda_ops
 from workers.engine.cuda import prompt_tiles
 from workers.engine.cuda_ops import OperatorsUnavailable, build_library, load_operators
 from workers.engine.flavour import cuda_trouble, load_libraries
 from workers.models.cuda_graph import OWN_DOMAIN, attention_room
 from workers.models.description import CudaType
-from workers.models.weights import bfloat16_to_float32, float32_to_bfloat16
 
 Array = npt.NDArray[Any]
 
@@ -61,13 +61,13 @@ def test_every_operator_is_known_to_a_session_in_both_types(cache: Path) -> None
         "GatedProduct": ([0], [0]),
         "RowArgmax": ([0], [TensorProto.INT64]),
         "RotateAppend": ([0, TensorProto.INT64, TensorProto.INT32, 0, 0, 0, 0], [0, 0]),
-        "SoftmaxWeight": ([0, TensorProto.INT32], [0, TensorProto.FLOAT]),
         "Attend": ([0, 0, 0, TensorProto.INT32, TensorProto.INT32, TensorProto.FLOAT], [0]),
         "AttendPrefixed": (
             [0, 0, 0, TensorProto.INT32, TensorProto.INT32, TensorProto.FLOAT, 0, TensorProto.FLOAT],
             [0],
         ),
         "AttendPrompt": ([0, 0, 0, *[TensorProto.INT32] * 4], [0]),
+        "AttendShared": ([0, 0, 0, TensorProto.INT32, TensorProto.INT32], [0, TensorProto.FLOAT]),
     }
     for element, suffix in ((TensorProto.FLOAT16, "float16"), (TensorProto.BFLOAT16, "bfloat16")):
         for name, (inputs, outputs) in shapes.items():
@@ -133,14 +133,6 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[CudaType]:
     yield request.param
 
 
-ENCODE: Mapping[CudaType, Callable[[Array], Array]] = {
-    "float16": lambda values: values.astype(np.float16).view(np.uint16),
-    "bfloat16": float32_to_bfloat16,
-}
-DECODE: Mapping[CudaType, Callable[[Array], Array]] = {
-    "float16": lambda bits: bits.view(np.float16).astype(np.float32),
-    "bfloat16": bfloat16_to_float32,
-}
 ROUNDING: Mapping[CudaType, float] = {"float16": 2**-11, "bfloat16": 2**-8}
 STORED: Mapping[int, Any] = {TensorProto.INT64: np.int64, TensorProto.FLOAT: np.float32}
 ELEMENTS: Mapping[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -204,20 +196,49 @@ def test_queries_and_keys_are_turned_and_stored(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "columns", "length"), [(1, 128, 128), (37, 1024, 896), (300, 256, 256), (2, 8192, 4224), (5, 512, 8)]
+    ("rows", "group", "kv_heads", "dim", "size", "blocks"),
+    [
+        (5, 1, 4, 128, 128, 3),
+        (300, 1, 2, 128, 128, 9),
+        (70, 4, 8, 128, 64, 1),
+        (33, 3, 3, 64, 256, 4),
+        (9, 8, 2, 128, 128, 8),
+    ],
 )
-def test_a_softmax_tells_the_weight_of_its_row(dtype: CudaType, rows: int, columns: int, length: int) -> None:
-    rng = np.random.default_rng(columns)
-    scores = _rounded(rng.normal(0, 4, (3, rows, columns)), dtype)
-    scores[..., length:] = np.nan
-    inputs = [scores, np.array([length], dtype=np.int32)]
-    shares, weights = _run("SoftmaxWeight", dtype, inputs, [scores.shape, scores.shape[:2]], float_outputs=(1,))
-    scores = scores[..., :length]
-    wanted = np.log(np.exp(scores.astype(np.float64)).sum(axis=2))
-    near = 2 * ROUNDING[dtype] + 1e-4
-    np.testing.assert_allclose(weights, wanted, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(shares[..., :length], np.exp(scores - wanted[..., None]), rtol=near, atol=1e-6)
-    np.testing.assert_array_equal(shares[..., length:], 0)
+def test_rows_attend_to_a_prefix_that_all_share(
+    dtype: CudaType, rows: int, group: int, kv_heads: int, dim: int, size: int, blocks: int
+) -> None:
+    """Against float64: the parts' answers, each with its weight, are together attention to all of the prefix."""
+    rng = np.random.default_rng(rows)
+    query = _rounded(rng.normal(0, 1, (rows, group * kv_heads * dim)), dtype)
+    keys, values = (_rounded(rng.normal(0, 1, (blocks + 4, size, kv_heads, dim)), dtype) for _ in range(2))
+    table = rng.permutation(blocks + 4).astype(np.int32)
+    length, scale = blocks * size, 1 / np.sqrt(dim)
+    tiles = -(-rows // (128 // group)) * kv_heads
+    parts = next((parts for parts in (1, 2, 4) if tiles * parts >= 128), 8)
+    inputs: list[Array] = [query, keys, values, table, np.array([length], dtype=np.int32)]
+    shape = (parts, kv_heads, rows * group, dim)
+    answers, weights = _run(
+        "AttendShared",
+        dtype,
+        inputs,
+        [shape, shape[:3]],
+        float_outputs=(1,),
+        heads=(dim, group),
+        attributes={"scale": float(scale)},
+    )
+    own_keys, own_values = (
+        cache[table[:blocks]].reshape(length, kv_heads, dim).astype(float) for cache in (keys, values)
+    )
+    by_head = query.reshape(rows, kv_heads, group, dim)
+    scores = np.einsum("rkgd,tkd->krgt", by_head, own_keys).reshape(kv_heads, rows * group, length) * scale
+    exponentials = np.exp(scores)
+    total = exponentials.sum(axis=2)
+    wanted = np.einsum("kqt,tkd->kqd", exponentials, own_values) / total[..., None]
+    assert not np.isnan(answers).any()
+    shares = np.exp(weights.astype(float) - np.log(total))
+    np.testing.assert_allclose(shares.sum(axis=0), 1, rtol=1e-3)
+    np.testing.assert_allclose((answers * shares[..., None]).sum(axis=0), wanted, rtol=0, atol=6 * ROUNDING[dtype])
 
 
 @pytest.mark.gpu
@@ -248,13 +269,10 @@ def test_a_token_attends_to_its_rows_context(
     keys, values = (_rounded(rng.normal(0, 1, shape), dtype) for _ in range(2))
     scale = 1 / np.sqrt(dim)
     by_head = query.reshape(rows, kv_heads, group, dim)
-    prefix_scores = rng.normal(0, 1, (kv_heads, rows, group, 64))
-    prefix_values = rng.normal(0, 1, (kv_heads, 64, dim))
-    exponentials = np.exp(prefix_scores)
-    prefix_weight = np.log(exponentials.sum(axis=3))
-    prefix_answer = _rounded(
-        np.einsum("krgp,kpd->krgd", exponentials / exponentials.sum(axis=3, keepdims=True), prefix_values), dtype
-    )
+    # A prefix in three parts, of which the last weighs nothing.
+    prefix_answer = _rounded(rng.normal(0, 0.3, (3, kv_heads, rows, group, dim)), dtype)
+    prefix_weight = rng.normal(3, 1, (3, kv_heads, rows, group)).astype(np.float32)
+    prefix_answer[2], prefix_weight[2] = 0, -1e30
 
     wanted = np.empty((rows, kv_heads, group, dim))
     for row in range(rows):
@@ -264,8 +282,9 @@ def test_a_token_attends_to_its_rows_context(
         weights = np.exp(scores)
         total, answer = weights.sum(axis=2), np.einsum("kgt,tkd->kgd", weights, own_values)
         if with_prefix:
-            mass = np.exp(prefix_weight[:, row])
-            total, answer = total + mass, answer + mass[..., None] * prefix_answer[:, row]
+            for part in range(2):
+                mass = np.exp(prefix_weight[part, :, row].astype(np.float64))
+                total, answer = total + mass, answer + mass[..., None] * prefix_answer[part, :, row]
         wanted[row] = answer / total[..., None]
 
     model = dataclasses.replace(DESCRIPTION, num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=dim)
@@ -273,8 +292,8 @@ def test_a_token_attends_to_its_rows_context(
     inputs: list[Array] = [query, keys, values, tables, past, room]
     if with_prefix:
         inputs += [
-            prefix_answer.reshape(kv_heads, rows * group, dim),
-            prefix_weight.reshape(kv_heads, rows * group).astype(np.float32),
+            prefix_answer.reshape(3, kv_heads, rows * group, dim),
+            prefix_weight.reshape(3, kv_heads, rows * group),
         ]
     name = "AttendPrefixed" if with_prefix else "Attend"
     (answer,) = _run(

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from jobs.settings import EngineSettings
 from tests.shared_data import stories_folder
+from tests.workers.engine.halves import DECODE, ENCODE
 from workers.engine.cuda import CudaRunner, upload_weights
 from workers.engine.cuda_ops import load_operators
 from workers.engine.flavour import cuda_trouble, load_libraries
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.gpu
 
 CONTEXT = 512
 WAIT_S = 120
+WIDE = 64  # channels of a head that our own attention is made for
 Weights = dict[str, np.ndarray]
 
 
@@ -64,18 +67,49 @@ class Stories:
         return [token for case in self.cases for token in case["prompt_token_ids"] + case["completion_token_ids"]]
 
 
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Stories:
+@pytest.fixture(scope="module", params=["narrow heads", "wide heads"])
+def stories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stories:
+    """With heads as they are, of 8 channels, which ONNX Runtime attends for, and filled up to what our own attention
+    is made for, which changes nothing that they say."""
     folder = stories_folder()
     checkpoint = open_checkpoint(folder)
+    is_wide = request.param == "wide heads"
 
     def weights(dtype: CudaType) -> Weights:
         place = tmp_path_factory.mktemp(dtype)
         entries = write_weights(checkpoint, "float32", CONTEXT, place / DATA_FILE, lambda done, total: None)
-        return {name: np.array(values) for name, values in stored_weights(entries, place, dtype)}
+        found = {name: np.array(values) for name, values in stored_weights(entries, place, dtype)}
+        return _widen(checkpoint.description, found, dtype) if is_wide else found
 
     cases = [json.loads(line) for line in (folder / "greedy.jsonl").read_text().splitlines()]
-    return Stories(checkpoint.description, cases, weights)
+    model = dataclasses.replace(checkpoint.description, head_dim=WIDE) if is_wide else checkpoint.description
+    return Stories(model, cases, weights)
+
+
+def _widen(model: ModelDescription, weights: Weights, dtype: CudaType) -> Weights:
+    """Fill each half of a head up with zeros. Scores are divided by a larger root then, and queries multiplied."""
+    narrow = model.cache_head_dim
+
+    def fill(values: NDArray[np.uint16], axis: int) -> NDArray[np.uint16]:
+        shape = list(values.shape)
+        halves = values.reshape(*shape[:axis], -1, 2, narrow // 2, *shape[axis + 1 :])
+        filling = [(0, 0)] * halves.ndim
+        filling[axis + 2] = (0, (WIDE - narrow) // 2)
+        return np.pad(halves, filling).reshape(*shape[:axis], -1, *shape[axis + 1 :])
+
+    widened = dict(weights)
+    for layer in range(model.num_layers):
+        at = f"layers.{layer}.attention"
+        qkv = fill(weights[f"{at}.qkv.weight"], 0)
+        queries = model.num_heads * WIDE
+        qkv[:queries] = ENCODE[dtype](DECODE[dtype](qkv[:queries]) * np.float32(np.sqrt(WIDE / model.head_dim)))
+        widened[f"{at}.qkv.weight"] = qkv
+        widened[f"{at}.output.weight"] = fill(weights[f"{at}.output.weight"], 1)
+    missing = [(0, 0), (0, (WIDE - narrow) // 2)]
+    one = int(ENCODE[dtype](np.ones(1, dtype=np.float32))[0])
+    widened["rope.cos"] = np.pad(weights["rope.cos"], missing, constant_values=one)
+    widened["rope.sin"] = np.pad(weights["rope.sin"], missing)
+    return widened
 
 
 @contextmanager
@@ -214,12 +248,12 @@ def test_rows_that_run_together_answer_as_each_alone(stories: Stories) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_own_operators_answer_as_those_of_onnx_runtime_do(stories: Stories, dtype: CudaType) -> None:
     """Prompts, decode steps, and rows over a shared prefix; ours round once where the others round at each step."""
-    model, weights = _with_doubled_heads(stories, dtype)
+    weights = stories.weights(dtype)
     prompts = [stories.tale[:256] + stories.tale[300 + 7 * n : 320 + 8 * n] for n in range(40)]
     answers = []
     for stock in (True, False):
-        options: dict[str, Any] = {"max_rows": 64, "prefix_tokens": (256,), "prefix_min_rows": 8}
-        with running(stories, dtype, model=model, weights=weights, stock_operators=stock, **options) as (engine, _):
+        options: dict[str, Any] = {"max_rows": 64, "prefix_min_rows": 8}
+        with running(stories, dtype, weights=weights, stock_operators=stock, **options) as (engine, _):
             answers.append(ask(engine, prompts, max_tokens=40, logprobs=0))
     assert largest_gap(*answers) <= (5e-2 if dtype == "float16" else 4e-1)
     share = share_agreeing(*answers, f"{dtype}: operators of ONNX Runtime and our own")
@@ -264,33 +298,19 @@ def test_a_beginning_that_ends_within_a_block_is_copied(stories: Stories) -> Non
 
 
 def test_a_prefix_read_once_changes_no_more_than_rounding(stories: Stories) -> None:
-    """Rows over a shared prefix of 256 tokens, merged through the virtual token, against plain attention.
-
-    The checkpoint's KV heads are doubled, which changes nothing but what the prefix decoder needs.
-    """
-    model, weights = _with_doubled_heads(stories)
+    """Rows over a shared prefix of 256 tokens, against attention of each to all of its own context."""
+    if stories.model.head_dim != WIDE:
+        pytest.skip("our own attention alone reads a prefix once")
     tale = stories.tale
     prompts = [tale[:256] + tale[300 + 7 * n : 320 + 8 * n] for n in range(40)]
     answers = {}
-    options = {"model": model, "weights": weights, "max_rows": 64, "prefix_tokens": (256,), "prefix_min_rows": 8}
-    with running(stories, **options) as (engine, runner):  # type: ignore[arg-type]
+    with running(stories, max_rows=64, prefix_min_rows=8) as (engine, runner):
+        assert runner.prefix_min_blocks == 1
         for least_rows in (1000, 8):
             runner.prefix_min_rows = least_rows
             answers[least_rows] = ask(engine, prompts, max_tokens=40, logprobs=0)
-    assert largest_gap(answers[1000], answers[8]) <= 5e-2
+    assert largest_gap(answers[1000], answers[8]) <= 2e-2
     assert share_agreeing(answers[1000], answers[8], "prefix read once a row and once") >= 0.9
-
-
-def _with_doubled_heads(stories: Stories, dtype: CudaType = "float16") -> tuple[ModelDescription, Weights]:
-    description, weights = stories.model, stories.weights(dtype)
-    groups = description.num_heads // description.num_kv_heads
-    for layer in range(description.num_layers):
-        name = f"layers.{layer}.attention.qkv.weight"
-        query, *others = np.split(weights[name], [description.query_size, description.query_size + description.kv_size])
-        heads = [part.reshape(description.num_kv_heads, description.cache_head_dim, -1) for part in others]
-        repeated = [np.repeat(part, groups, axis=0).reshape(description.query_size, -1) for part in heads]
-        weights[name] = np.concatenate([query, *repeated])
-    return dataclasses.replace(description, num_kv_heads=description.num_heads), weights
 
 
 def test_a_row_that_was_preempted_goes_on_as_if_it_had_not_been(stories: Stories) -> None:

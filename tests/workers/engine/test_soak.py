@@ -96,7 +96,7 @@ def test_a_mixed_load_is_answered_as_each_request_alone() -> None:
     """Few blocks, so that rows are preempted, and short ones, so that tails are copied."""
     rng = random.Random(4)
     text = [rng.randrange(VOCAB_SIZE) for _ in range(700)]
-    runner = FakePagedRunner(40, 8, 12, 120, reserved_rows=2, prefix_blocks=(1, 2, 3, 4))
+    runner = FakePagedRunner(40, 8, 12, 120, reserved_rows=2, prefix_min_blocks=1)
     engine = PagedEngine(
         runner,
         stop_token_ids=[3],

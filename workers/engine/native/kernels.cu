@@ -126,53 +126,6 @@ __device__ __forceinline__ float power_of_two(float exponent) {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;  // of logits; finite, so that differences of two are numbers
 
-// Softmax of the first *length of each row of scores, zeros behind, and the logarithm of the sum of the row's exponentials.
-// A block for each row.
-extern "C" __global__ void softmax_weight(Element* __restrict__ shares, float* __restrict__ weights,
-                                          const Element* __restrict__ scores, const int* __restrict__ length,
-                                          int columns) {
-  __shared__ float of_warps[2][8];
-  const Eight* row = reinterpret_cast<const Eight*>(scores + static_cast<Index>(blockIdx.x) * columns);
-  Eight* out = reinterpret_cast<Eight*>(shares + static_cast<Index>(blockIdx.x) * columns);
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, filled = min(*length, columns) / 8;
-  float most = LOWEST, sum = 0.0f;
-  for (int i = threadIdx.x; i < filled; i += blockDim.x) {
-    const Eight values = row[i];
-    float largest = most;
-#pragma unroll
-    for (int j = 0; j < 8; j++) largest = fmaxf(largest, widen(values.at[j]));
-    sum *= power_of_two((most - largest) * LOG2_E);
-    most = largest;
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum += power_of_two((widen(values.at[j]) - most) * LOG2_E);
-  }
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, most, distance);
-    const float others = __shfl_xor_sync(0xffffffffu, sum, distance);
-    const float largest = fmaxf(most, other);
-    sum = sum * power_of_two((most - largest) * LOG2_E) + others * power_of_two((other - largest) * LOG2_E);
-    most = largest;
-  }
-  if (threadIdx.x % 32 == 0) of_warps[0][warp] = most, of_warps[1][warp] = sum;
-  __syncthreads();
-  most = LOWEST, sum = 0.0f;
-  for (int i = 0; i < warps; i++) most = fmaxf(most, of_warps[0][i]);
-  for (int i = 0; i < warps; i++) sum += of_warps[1][i] * power_of_two((of_warps[0][i] - most) * LOG2_E);
-  const float scale = 1.0f / sum;
-  for (int i = threadIdx.x; i < filled; i += blockDim.x) {
-    const Eight values = row[i];
-    Eight result;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      result.at[j] = narrow(power_of_two((widen(values.at[j]) - most) * LOG2_E) * scale);
-    }
-    out[i] = result;
-  }
-  for (int i = filled + threadIdx.x; i < columns / 8; i += blockDim.x) out[i] = Eight{};
-  if (threadIdx.x == 0) weights[blockIdx.x] = most + __logf(sum);
-}
-
 #ifdef ATTEND_DIM  // compiled for the heads of the model at hand
 
 constexpr int DIM = ATTEND_DIM, GROUP = ATTEND_GROUP;  // channels of a head, and query heads to a KV head
@@ -231,8 +184,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], unsigned left0, unsign
 // and row, with the query heads that share it; block sizes are multiples of TOKENS. A warp takes TOKENS at a time, and has
 // the next ones on their way meanwhile. It multiplies [tokens, channels] by [channels, heads], of eight heads those beyond
 // GROUP zero, keeps a softmax of its own as it goes, and adds up [channels, tokens] by [tokens, heads].
-// With a prefix, what was attended to elsewhere takes part as one token: its answer, [kv_heads, rows * GROUP, DIM], and its
-// weight as the logarithm of its sum of exponentials, [kv_heads, rows * GROUP].
+// Of a prefix that `attend_shared` has attended to, each part takes part as one token: its answer, [parts, kv_heads,
+// rows * GROUP, DIM], and its weight as the logarithm of its sum of exponentials, [parts, kv_heads, rows * GROUP].
 // With several blocks in z, each attends to one segment of the context, and what it found goes to `partial`, for
 // `attend_join`: [rows, kv_heads, segments, GROUP, DIM + 2], the answer, its largest score and its sum.
 extern "C" __global__ void __launch_bounds__(128)
@@ -240,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(128)
            const Element* __restrict__ value_cache, const int* __restrict__ block_table,
            const int* __restrict__ past_lengths, const Element* __restrict__ prefix_answer,
            const float* __restrict__ prefix_weight, float* __restrict__ partial, int table_width, int block_size,
-           int segment, float scale) {
+           int segment, int prefix_parts, float scale) {
   constexpr int WARPS = 4, TOKENS = 16, STEP = WARPS * TOKENS, TILE_BYTES = TOKENS * DIM * 2;
   extern __shared__ __align__(128) unsigned char memory[];  // of each warp: keys and values, and those that come next
   const int kv_head = blockIdx.x, kv_heads = gridDim.x;
@@ -279,17 +232,20 @@ extern "C" __global__ void __launch_bounds__(128)
     q[k][1] = eighth < GROUP ? *reinterpret_cast<const unsigned*>(from + 8) : 0;
   }
   float answer[DIM / 16][4] = {}, most[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f};
-  if (prefix_answer && start == 0 && warp == 0) {
+  const int parts = start == 0 && warp == 0 ? prefix_parts : 0;
+  for (int part = 0; part < parts; part++) {
 #pragma unroll
     for (int g = 0; g < 2; g++) {
       if (2 * pair + g >= GROUP) continue;
-      const Index at = (kv_head * static_cast<Index>(gridDim.y) + row) * GROUP + 2 * pair + g;
-      most[g] = prefix_weight[at] * LOG2_E;
-      if (eighth == 0) sum[g] = 1.0f;  // sums are of each lane until the end
+      const Index at = ((static_cast<Index>(part) * kv_heads + kv_head) * gridDim.y + row) * GROUP + 2 * pair + g;
+      const float weight = prefix_weight[at] * LOG2_E, largest = fmaxf(most[g], weight);
+      const float kept = power_of_two(most[g] - largest), share = power_of_two(weight - largest);
+      most[g] = largest, sum[g] = sum[g] * kept + (eighth == 0 ? share : 0.0f);  // sums are of each lane until the end
 #pragma unroll
       for (int n = 0; n < DIM / 16; n++) {
-        answer[n][g] = widen(prefix_answer[at * DIM + n * 16 + eighth]);
-        answer[n][2 + g] = widen(prefix_answer[at * DIM + n * 16 + 8 + eighth]);
+        const Element* from = prefix_answer + at * DIM + n * 16 + eighth;
+        answer[n][g] = answer[n][g] * kept + share * widen(from[0]);
+        answer[n][2 + g] = answer[n][2 + g] * kept + share * widen(from[8]);
       }
     }
   }
@@ -400,70 +356,64 @@ extern "C" __global__ void attend_join(Element* __restrict__ output, const float
   }
 }
 
-// Attention of the tokens of prompts, whose keys and values are in the paged cache already, to all of their row that comes
-// before them, and to themselves. A block for each tile of a row's tokens, and KV head: its QUERIES are the tokens' query
-// heads that share it, one token's behind the other's; a warp takes 16. tiles: a row, and the tile's first token in the
-// piece of the row that is being computed; block sizes are multiples of KEYS. Keys and values come one tile ahead. The
-// softmax is kept as it goes (as in FlashAttention, Dao et al. 2022).
-extern "C" __global__ void __launch_bounds__(256)
-    attend_prompt(Element* __restrict__ output, const Element* __restrict__ query, const Element* __restrict__ key_cache,
-                  const Element* __restrict__ value_cache, const int* __restrict__ block_table,
-                  const int* __restrict__ past_lengths, const int* __restrict__ cumulative_lengths,
-                  const int* __restrict__ tiles, int table_width, int block_size, float scale) {
-  constexpr int THREADS = 256, QUERIES = THREADS / 2, KEYS = 64, TILE_BYTES = KEYS * DIM * 2;
+constexpr int TILE_THREADS = 256, TILE_QUERIES = TILE_THREADS / 2, TILE_TOKENS = TILE_QUERIES / GROUP, TILE_KEYS = 64;
+
+// Attention of a tile of tokens of neighbouring places, from `first` on, to the keys from `begin` to before `end` of one
+// table, by a block that is one KV head's. Its queries are the tokens' query heads that share the KV head, one token's
+// behind the other's; a warp takes 16. With IS_CAUSAL the first token is at `position`, and none attends to what comes
+// after it. Block sizes, and `begin`, are multiples of TILE_KEYS, and so is `end` if not causal. Keys and values come one
+// tile ahead; the softmax is kept as it goes (as in FlashAttention, Dao et al. 2022).
+// place_of(query): where the query's answer goes; weights: if any, where the logarithm of each sum of exponentials goes.
+template <bool IS_CAUSAL, typename PlaceOf>
+__device__ __forceinline__ void attend_tile(const Element* query, const Element* key_cache, const Element* value_cache,
+                                            const int* table, int block_size, float scale, int kv_head, int kv_heads,
+                                            Index first, int tokens, int position, int begin, int end,
+                                            PlaceOf place_of, float* weights) {
+  constexpr int KEYS = TILE_KEYS, TILE_BYTES = KEYS * DIM * 2;
   extern __shared__ __align__(128) unsigned char memory[];  // keys, values, then those of the next tile
   const unsigned shared = shared_address(memory);
-  const int row = tiles[2 * blockIdx.x], first = tiles[2 * blockIdx.x + 1];
-  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
-  const int begin = cumulative_lengths[row], past = past_lengths[row] + first;
-  const int tokens = min(QUERIES / GROUP, cumulative_lengths[row + 1] - begin - first), queries = tokens * GROUP;
-  const int keys = past + tokens;  // the last token attends to so many
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4, eighth = lane / 4;
-  const int* table = block_table + static_cast<Index>(row) * table_width;
+  const int queries = tokens * GROUP;
   const Index stride = static_cast<Index>(kv_heads) * DIM;
 
-  auto load = [&](int tile) {
-    const int key = tile * KEYS;
+  auto load = [&](int key, int stage) {
     const Index slot = static_cast<Index>(table[key / block_size]) * block_size + key % block_size;
     const Index offset = slot * stride + kv_head * DIM;
-    const unsigned to = shared + tile % 2 * 2 * TILE_BYTES;
+    const unsigned to = shared + stage * 2 * TILE_BYTES;
 #pragma unroll
-    for (int n = 0; n < KEYS * CHUNKS / THREADS; n++) {
-      const int i = n * THREADS + threadIdx.x, token = i / CHUNKS, chunk = i % CHUNKS;
+    for (int n = 0; n < KEYS * CHUNKS / TILE_THREADS; n++) {
+      const int i = n * TILE_THREADS + threadIdx.x, token = i / CHUNKS, chunk = i % CHUNKS;
       const Index from = offset + token * stride + chunk * 8;
-      copy_later(to + place(token, chunk), key_cache + from, key + token < keys);
-      copy_later(to + TILE_BYTES + place(token, chunk), value_cache + from, key + token < keys);
+      copy_later(to + place(token, chunk), key_cache + from, key + token < end);
+      copy_later(to + TILE_BYTES + place(token, chunk), value_cache + from, key + token < end);
     }
     mark_copies();
   };
-  load(0);
+  load(begin, 0);
 
-  // Where a query's channels lie, in query and output.
-  auto channels_of = [&](int at) {
-    return ((static_cast<Index>(begin + first + at / GROUP) * kv_heads + kv_head) * GROUP + at % GROUP) * DIM;
-  };
   // This lane's rows of its warp's are eighth and eighth + 8.
   const int mine = warp * 16 + eighth;
   unsigned q[DIM / 16][4];
 #pragma unroll
   for (int n = 0; n < 4; n++) {
     const int at = mine + n % 2 * 8;
-    const Element* from = query + channels_of(at) + n / 2 * 8 + pair * 2;
+    const Index channels = (((first + at / GROUP) * kv_heads + kv_head) * GROUP + at % GROUP) * DIM;
+    const Element* from = query + channels + n / 2 * 8 + pair * 2;
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) q[k][n] = at < queries ? *reinterpret_cast<const unsigned*>(from + k * 16) : 0;
   }
   float answer[DIM / 8][4] = {}, most[2] = {LOWEST, LOWEST}, sum[2] = {0.0f, 0.0f};
   scale *= LOG2_E;
 
-  const int count = (keys + KEYS - 1) / KEYS;
-  const int last = min(past + (warp * 16 + 15) / GROUP, keys - 1);  // the last position that this warp attends to
-  for (int tile = 0; tile < count; tile++) {
+  // The last key that this warp attends to.
+  const int last = IS_CAUSAL ? min(position + (warp * 16 + 15) / GROUP, end - 1) : end - 1;
+  int stage = 0;
+  for (int key = begin; key < end; key += KEYS, stage ^= 1) {
     await_copies<0>();
     __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    if (tile + 1 < count) load(tile + 1);
-    const int key = tile * KEYS;
+    if (key + KEYS < end) load(key + KEYS, stage ^ 1);
     if (warp * 16 >= queries || key > last) continue;
-    const unsigned from_keys = shared + tile % 2 * 2 * TILE_BYTES, from_values = from_keys + TILE_BYTES;
+    const unsigned from_keys = shared + stage * 2 * TILE_BYTES, from_values = from_keys + TILE_BYTES;
 
     float scores[KEYS / 8][4] = {};
 #pragma unroll
@@ -476,13 +426,13 @@ extern "C" __global__ void __launch_bounds__(256)
         multiply(scores[2 * n + 1], q[k][0], q[k][1], q[k][2], q[k][3], right[2], right[3]);
       }
     }
-    if (key + KEYS - 1 > past + warp * 16 / GROUP) {  // some of these keys come after some of the queries
+    if (IS_CAUSAL && key + KEYS - 1 > position + warp * 16 / GROUP) {  // some keys come after some of the queries
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int position = past + (mine + i / 2 * 8) / GROUP;
+        const int at = position + (mine + i / 2 * 8) / GROUP;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
-          if (key + n * 8 + pair * 2 + i % 2 > position) scores[n][i] = LOWEST;
+          if (key + n * 8 + pair * 2 + i % 2 > at) scores[n][i] = LOWEST;
         }
       }
     }
@@ -531,6 +481,7 @@ extern "C" __global__ void __launch_bounds__(256)
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
     const float share = 1.0f / sum[r];
+    if (weights && pair == 0 && mine + r * 8 < queries) weights[mine + r * 8] = most[r] / LOG2_E + __logf(sum[r]);
 #pragma unroll
     for (int n = 0; n < DIM / 8; n++) {
       *reinterpret_cast<unsigned*>(staged + place(eighth + r * 8, n) + pair * 4) =
@@ -542,9 +493,52 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int n = 0; n < 16 * CHUNKS / 32; n++) {
     const int at = (n * 32 + lane) / CHUNKS, chunk = (n * 32 + lane) % CHUNKS;
     if (warp * 16 + at >= queries) continue;
-    *reinterpret_cast<Eight*>(output + channels_of(warp * 16 + at) + chunk * 8) =
+    *reinterpret_cast<Eight*>(place_of(warp * 16 + at) + chunk * 8) =
         *reinterpret_cast<const Eight*>(staged + place(at, chunk));
   }
+}
+
+// Attention of the tokens of prompts, whose keys and values are in the paged cache already, to all of their row that comes
+// before them, and to themselves. A block for each tile of a row's tokens, and KV head. tiles: a row, and the tile's first
+// token in the piece of the row that is being computed.
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+    attend_prompt(Element* __restrict__ output, const Element* __restrict__ query, const Element* __restrict__ key_cache,
+                  const Element* __restrict__ value_cache, const int* __restrict__ block_table,
+                  const int* __restrict__ past_lengths, const int* __restrict__ cumulative_lengths,
+                  const int* __restrict__ tiles, int table_width, int block_size, float scale) {
+  const int row = tiles[2 * blockIdx.x], skipped = tiles[2 * blockIdx.x + 1];
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
+  const int first = cumulative_lengths[row] + skipped, position = past_lengths[row] + skipped;
+  const int tokens = min(TILE_TOKENS, cumulative_lengths[row + 1] - first);
+  auto place_of = [&](int at) {
+    return output + ((static_cast<Index>(first + at / GROUP) * kv_heads + kv_head) * GROUP + at % GROUP) * DIM;
+  };
+  attend_tile<true>(query, key_cache, value_cache, block_table + static_cast<Index>(row) * table_width, block_size, scale,
+                    kv_head, kv_heads, first, tokens, position, 0, position + tokens, place_of, nullptr);
+}
+
+// Attention of one token a row to a prefix that all rows share: a block for each tile of rows, KV head and part of the
+// prefix, of equal parts as many as there are blocks in z. What it finds is laid out as `attend` takes it.
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+    attend_shared(Element* __restrict__ answers, float* __restrict__ weights, const Element* __restrict__ query,
+                  const Element* __restrict__ key_cache, const Element* __restrict__ value_cache,
+                  const int* __restrict__ prefix_table, const int* __restrict__ prefix_length, int rows, int block_size,
+                  float scale) {
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y, length = *prefix_length;
+  const int part = (length / TILE_KEYS + gridDim.z - 1) / gridDim.z * TILE_KEYS;
+  const int begin = blockIdx.z * part, end = min(begin + part, length);
+  const int first = blockIdx.x * TILE_TOKENS, tokens = min(TILE_TOKENS, rows - first);
+  const Index found = ((static_cast<Index>(blockIdx.z) * kv_heads + kv_head) * rows + first) * GROUP;
+  if (begin >= end) {  // there are more parts than tiles: this one weighs nothing
+    for (int i = threadIdx.x; i < tokens * GROUP; i += blockDim.x) weights[found + i] = LOWEST;
+    for (int i = threadIdx.x; i < tokens * GROUP * CHUNKS; i += blockDim.x) {
+      reinterpret_cast<Eight*>(answers + found * DIM)[i] = Eight{};
+    }
+    return;
+  }
+  auto place_of = [&](int at) { return answers + (found + at) * DIM; };
+  attend_tile<false>(query, key_cache, value_cache, prefix_table, block_size, scale, kv_head, kv_heads, first, tokens, 0,
+                     begin, end, place_of, weights + found);
 }
 #endif
 

@@ -37,8 +37,11 @@ enum { MAX_RANK = 4, MAX_INPUTS = 8, MAX_GROUP = 8 };
 enum { THREADS = 256, ARGMAX_THREADS = 512, ATTEND_THREADS = 128 };
 /* Of attention: tokens of a segment, and blocks that fill any device of today. */
 enum { LEAST_SEGMENT = 128, MOST_SEGMENT = 512, ENOUGH_BLOCKS = 512 };
-/* Tokens whose keys and values a block has in shared memory or on their way there; see kernels.cu. */
-enum { ATTEND_TOKENS = 128, PROMPT_TOKENS = 128, PROMPT_KEYS = 64, PROMPT_THREADS = 256 };
+/* Tokens whose keys and values a block has in shared memory or on their way there, and of the attention of many queries
+ * what it takes at once; see kernels.cu. */
+enum { SHARED_TOKENS = 128, TILE_QUERIES = 128, TILE_KEYS = 64, TILE_THREADS = 256 };
+/* Of attention to a shared prefix: blocks that keep a device busy, and parts into which it is cut for that. */
+enum { BUSY_BLOCKS = 128, MOST_PARTS = 8 };
 
 typedef void *Status; /* NULL is success */
 
@@ -94,11 +97,11 @@ enum { /* the kernels; those of attention exist for each kind of head that a mod
   ROTATE_APPEND,
   GATED_PRODUCT,
   ROW_ARGMAX,
-  SOFTMAX_WEIGHT,
   ATTEND,
   ATTEND_JOIN = ATTEND + 2 * MAX_GROUP,
   ATTEND_PROMPT = ATTEND_JOIN + 2 * MAX_GROUP,
-  KERNELS = ATTEND_PROMPT + 2 * MAX_GROUP,
+  ATTEND_SHARED = ATTEND_PROMPT + 2 * MAX_GROUP,
+  KERNELS = ATTEND_SHARED + 2 * MAX_GROUP,
 };
 
 static const void *const *api;
@@ -227,27 +230,6 @@ static Status row_argmax(const Node *node, void *context) {
   return launch(node, context, ROW_ARGMAX, grid, ARGMAX_THREADS, 0, arguments);
 }
 
-/* scores [KV, R, P], P a multiple of 8; length int32 [1], also one, those of P that count -> their softmax over P, zero
- * behind, and float32 [KV, R], the logarithm of each sum of exponentials. */
-static Status softmax_weight(const Node *node, void *context) {
-  Tensor in[MAX_INPUTS];
-  CHECK(read_inputs(node, context, in));
-  Tensor scores = in[0], length = in[1];
-  if (scores.rank != 3 || scores.shape[2] % 8 || scores.shape[2] < 8 || length.rank != 1 || length.shape[0] != 1) {
-    return fail(ORT_INVALID_ARGUMENT,
-                "SoftmaxWeight: scores have three dimensions, the last a multiple of 8, and there is one length");
-  }
-  void *shares, *weights;
-  CHECK(make_output(context, 0, scores.shape, 3, &shares));
-  CHECK(make_output(context, 1, scores.shape, 2, &weights));
-  int64_t rows = scores.shape[0] * scores.shape[1];
-  if (!rows) return NULL;
-  int columns = (int)scores.shape[2];
-  void *arguments[] = {&shares, &weights, &scores.data, &length.data, &columns};
-  unsigned grid[] = {(unsigned)rows, 1, 1};
-  return launch(node, context, SOFTMAX_WEIGHT, grid, ATTEND_THREADS, 0, arguments);
-}
-
 static unsigned shared_bytes(int tokens, int64_t dim) { return (unsigned)(tokens * 2 * dim * 2); } /* keys and values */
 static int head_kind(int dim, int group) { return (dim == 64 ? 0 : MAX_GROUP) + group - 1; }
 static int fits_heads(int64_t dim, int64_t group) { return (dim == 64 || dim == 128) && group >= 1 && group <= MAX_GROUP; }
@@ -255,7 +237,7 @@ static int fits_heads(int64_t dim, int64_t group) { return (dim == 64 || dim == 
 /* query [B, H D], one token of each row, rotated; key_cache and value_cache [blocks, block_size, KV, D], its own key and
  * value stored; block_table int32 [B, M]; past_lengths int32 [B]; room float32 [n] for the answers of the segments into
  * which long contexts are cut: as many as fill the device, or as keep one long row from holding up all -> [B, H D]. With a
- * prefix also: its answer [KV, B H / KV, D] and float32 [KV, B H / KV], the logarithm of its sum of exponentials. */
+ * prefix also what AttendShared gives. */
 static Status attend(const Node *node, void *context) {
   Tensor in[MAX_INPUTS];
   CHECK(read_inputs(node, context, in));
@@ -272,10 +254,12 @@ static Status attend(const Node *node, void *context) {
                 "a length for each row");
   }
   void *output, *answer = NULL, *weight = NULL;
+  int parts = 0;
   CHECK(make_output(context, 0, query.shape, 2, &output));
   if (node->operator->input_count > 6) {
     answer = in[6].data, weight = in[7].data;
-    if (in[6].rank != 3 || in[6].shape[0] != kv_heads || in[6].shape[1] != rows * group || in[6].shape[2] != dim) {
+    parts = (int)in[6].shape[0];
+    if (in[6].rank != 4 || in[6].shape[1] != kv_heads || in[6].shape[2] != rows * group || in[6].shape[3] != dim) {
       return fail(ORT_INVALID_ARGUMENT, "Attend: the prefix has an answer for each head and row");
     }
   }
@@ -292,10 +276,10 @@ static Status attend(const Node *node, void *context) {
   }
   float scale = node->scale;
   void *arguments[] = {&output, &query.data, &keys.data, &values.data, &table.data, &past.data, &answer,
-                       &weight, &partial,    &width,     &block_size,  &segment,    &scale};
+                       &weight, &partial,    &width,     &block_size,  &segment,    &parts,     &scale};
   int kind = head_kind((int)dim, (int)group);
   unsigned grid[] = {(unsigned)kv_heads, (unsigned)rows, (unsigned)segments};
-  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, shared_bytes(ATTEND_TOKENS, dim), arguments));
+  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, shared_bytes(SHARED_TOKENS, dim), arguments));
   if (segments == 1) return NULL;
   void *join[] = {&output, &partial, &past.data, &segment, &segments};
   grid[2] = 1;
@@ -315,7 +299,7 @@ static Status attend_prompt(const Node *node, void *context) {
   }
   int64_t rows = table.shape[0], dim = keys.shape[3], kv_heads = keys.shape[2], heads = query.shape[1] / dim;
   if (!fits_heads(dim, heads / kv_heads) || query.shape[1] != heads * dim || heads % kv_heads ||
-      keys.shape[1] % PROMPT_KEYS || past.shape[0] != rows || cumulative.shape[0] != rows + 1 || tiles.shape[1] != 2) {
+      keys.shape[1] % TILE_KEYS || past.shape[0] != rows || cumulative.shape[0] != rows + 1 || tiles.shape[1] != 2) {
     return fail(ORT_INVALID_ARGUMENT,
                 "AttendPrompt: heads of 64 or 128 channels, one to eight to a KV head, blocks of a multiple of 64, and a "
                 "table, a past and a length for each row");
@@ -328,8 +312,40 @@ static Status attend_prompt(const Node *node, void *context) {
   void *arguments[] = {&output,          &query.data, &keys.data, &values.data, &table.data, &past.data,
                        &cumulative.data, &tiles.data, &width,     &block_size,  &scale};
   unsigned grid[] = {(unsigned)tiles.shape[0], (unsigned)kv_heads, 1};
-  return launch(node, context, ATTEND_PROMPT + head_kind((int)dim, (int)(heads / kv_heads)), grid, PROMPT_THREADS,
-                shared_bytes(PROMPT_TOKENS, dim), arguments);
+  return launch(node, context, ATTEND_PROMPT + head_kind((int)dim, (int)(heads / kv_heads)), grid, TILE_THREADS,
+                shared_bytes(SHARED_TOKENS, dim), arguments);
+}
+
+/* query [B, H D], one token of each row, rotated; key_cache and value_cache [blocks, block_size, KV, D]; prefix_table int32
+ * [n] and prefix_length int32 [1], a multiple of 64 and at least one: the blocks that all rows begin with, and their tokens
+ * -> for each of P parts of the prefix, their number chosen by the rows alone: the answer [P, KV, B H / KV, D], and float32
+ * [P, KV, B H / KV], the logarithm of its sum of exponentials. */
+static Status attend_shared(const Node *node, void *context) {
+  Tensor in[MAX_INPUTS];
+  CHECK(read_inputs(node, context, in));
+  Tensor query = in[0], keys = in[1], values = in[2], table = in[3], length = in[4];
+  if (query.rank != 2 || keys.rank != 4 || table.rank != 1 || length.rank != 1) {
+    return fail(ORT_INVALID_ARGUMENT, "AttendShared: query has two dimensions, caches four, prefix table and length one");
+  }
+  int64_t rows = query.shape[0], dim = keys.shape[3], kv_heads = keys.shape[2], group = query.shape[1] / dim / kv_heads;
+  if (!fits_heads(dim, group) || query.shape[1] != group * kv_heads * dim || keys.shape[1] % TILE_KEYS) {
+    return fail(ORT_INVALID_ARGUMENT,
+                "AttendShared: heads of 64 or 128 channels, one to eight to a KV head, and blocks of a multiple of 64");
+  }
+  int64_t tile_rows = TILE_QUERIES / group, tiles = (rows + tile_rows - 1) / tile_rows, parts = 1;
+  while (parts < MOST_PARTS && tiles * kv_heads * parts < BUSY_BLOCKS) parts *= 2;
+  int64_t shape[] = {parts, kv_heads, rows * group, dim};
+  void *answers, *weights;
+  CHECK(make_output(context, 0, shape, 4, &answers));
+  CHECK(make_output(context, 1, shape, 3, &weights));
+  if (!rows) return NULL;
+  int rows_ = (int)rows, block_size = (int)keys.shape[1];
+  float scale = node->scale;
+  void *arguments[] = {&answers,    &weights,     &query.data, &keys.data,  &values.data,
+                       &table.data, &length.data, &rows_,      &block_size, &scale};
+  unsigned grid[] = {(unsigned)tiles, (unsigned)kv_heads, (unsigned)parts};
+  return launch(node, context, ATTEND_SHARED + head_kind((int)dim, (int)group), grid, TILE_THREADS,
+                shared_bytes(SHARED_TOKENS, dim), arguments);
 }
 
 static Status compute(void *kernel, void *context) {
@@ -343,7 +359,8 @@ static Status create_kernel(const Op *op, const void *table, const void *info, v
   if (!node) return fail(ORT_FAIL, "out of memory");
   node->operator = (const Operator *)op;
   node->scale = 0;
-  if (node->operator->compute == attend || node->operator->compute == attend_prompt) {
+  if (node->operator->compute == attend || node->operator->compute == attend_prompt ||
+      node->operator->compute == attend_shared) {
     Status status =
         API(KERNEL_INFO_GET_ATTRIBUTE_FLOAT, Status(*)(const void *, const char *, float *))(info, "scale", &node->scale);
     if (status) {
@@ -374,7 +391,7 @@ static int get_output_type(const Op *op, size_t index) {
   return type_of((const Operator *)op, ((const Operator *)op)->output_types, index);
 }
 
-static const int ELEMENTS[] = {0, 0}, INDICES[] = {INT64}, WITH_FLOATS[] = {0, FLOAT}, WITH_INTS[] = {0, INT32};
+static const int ELEMENTS[] = {0, 0}, INDICES[] = {INT64}, WITH_FLOATS[] = {0, FLOAT};
 static const int ROTATE_INPUTS[] = {0, INT64, INT32, 0, 0, 0, 0}, ATTEND_INPUTS[] = {0, 0, 0, INT32, INT32, FLOAT, 0, FLOAT};
 static const int PROMPT_INPUTS[] = {0, 0, 0, INT32, INT32, INT32, INT32};
 
@@ -387,15 +404,15 @@ static const int PROMPT_INPUTS[] = {0, 0, 0, INT32, INT32, INT32, INT32};
   {OP, "RotateAppend_" suffix, element, 7, 2, ROTATE_INPUTS, ELEMENTS, rotate_append},         \
       {OP, "GatedProduct_" suffix, element, 1, 1, ELEMENTS, ELEMENTS, gated_product},          \
       {OP, "RowArgmax_" suffix, element, 1, 1, ELEMENTS, INDICES, row_argmax},                 \
-      {OP, "SoftmaxWeight_" suffix, element, 2, 2, WITH_INTS, WITH_FLOATS, softmax_weight},    \
       {OP, "Attend_" suffix, element, 6, 1, ATTEND_INPUTS, ELEMENTS, attend},                  \
       {OP, "AttendPrefixed_" suffix, element, 8, 1, ATTEND_INPUTS, ELEMENTS, attend},          \
-      {OP, "AttendPrompt_" suffix, element, 7, 1, PROMPT_INPUTS, ELEMENTS, attend_prompt}
+      {OP, "AttendPrompt_" suffix, element, 7, 1, PROMPT_INPUTS, ELEMENTS, attend_prompt},     \
+      {OP, "AttendShared_" suffix, element, 5, 2, PROMPT_INPUTS, WITH_FLOATS, attend_shared}
 
 static const Operator operators[] = {OPERATORS("float16", FLOAT16), OPERATORS("bfloat16", BFLOAT16)};
 
 /* Called by Python, before a session of this element type is run: the driver's launch function and the kernels of
- * kernels.cu, the last three of them for heads of this kind. */
+ * kernels.cu, the last four of them for heads of this kind. */
 void promptmill_set_kernels(int is_bfloat16, Launch launch, void *const *functions, int dim, int group) {
   void **ours = kernels[is_bfloat16 != 0];
   launch_kernel = launch;
@@ -404,6 +421,7 @@ void promptmill_set_kernels(int is_bfloat16, Launch launch, void *const *functio
     ours[ATTEND + head_kind(dim, group)] = functions[ATTEND];
     ours[ATTEND_JOIN + head_kind(dim, group)] = functions[ATTEND + 1];
     ours[ATTEND_PROMPT + head_kind(dim, group)] = functions[ATTEND + 2];
+    ours[ATTEND_SHARED + head_kind(dim, group)] = functions[ATTEND + 3];
   }
 }
 
