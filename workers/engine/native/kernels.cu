@@ -1,5 +1,6 @@
 // Kernels behind the operators of operators.c. Compiled at start for the device at hand, without any header, for
-// float16 or, with BFLOAT16 defined, for bfloat16. All arithmetic is in float32, rounded once at the end.
+// float16 or, with BFLOAT16 defined, for bfloat16. All sums are in float32, and results rounded once at the end; so are the
+// shares of attention, which the tensor cores take in two bytes.
 
 typedef unsigned short Element;  // the bits of a float16 or bfloat16
 typedef long long Index;
