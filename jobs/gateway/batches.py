@@ -24,6 +24,7 @@ from jobs.forecast import Forecast, forecast
 from jobs.gateway.bodies import WHOLE, describe_body, read_json
 from jobs.gateway.errors import ApiError, not_found
 from jobs.gateway.files import LEAST_LIFETIME_S, LONGEST_LIFETIME_S, is_public_id, render_list
+from jobs.gateway.idempotency import IDEMPOTENCY_KEY, idempotency_key_of
 from jobs.gateway.identity import KnownCaller
 from jobs.gateway.schemas import BatchList, BatchObject
 from jobs.gateway.state import Gateway, TheGateway
@@ -47,7 +48,6 @@ MAX_PAGE = 100
 # The same batch asked for again within this time, without a key that says otherwise, is a repeated call: SDKs repeat
 # one whose answer was lost within seconds. Later it is a new batch, as with OpenAI.
 SAME_BATCH_S = 60.0
-MAX_KEY_CHARACTERS = 255
 MAX_ID_CHARACTERS = 64
 # From a minute to some years; the pattern is the whole rule.
 WINDOW = "^(([6-9][0-9]|[1-9][0-9]{2,6})s|[1-9][0-9]{0,4}m|[1-9][0-9]{0,3}h|[1-9][0-9]{0,2}d)$"
@@ -96,21 +96,7 @@ async def create_batch(http_request: Request, gateway: TheGateway, caller: Known
     """It is `validating` until its file is read. The same call again within a minute, or with the same
     `Idempotency-Key` at any time, gives the same batch."""
     body = await read_json(http_request, CreateBatch)
-    key = http_request.headers.get("idempotency-key") or None
-    if key is not None and len(key) > MAX_KEY_CHARACTERS:
-        raise ApiError(
-            400,
-            f"the Idempotency-Key has {len(key)} characters, which exceeds {MAX_KEY_CHARACTERS}; shorten it",
-            code="string_above_max_length",
-            param="Idempotency-Key",
-        )
-    if key is not None and not key.isprintable():
-        raise ApiError(
-            400,
-            "the Idempotency-Key has control characters; remove them",
-            code="invalid_value",
-            param="Idempotency-Key",
-        )
+    key = idempotency_key_of(http_request)
     created = await run_in_threadpool(_create, gateway, caller, body, key)
     http_request.app.state.validator.wake()
     return created
@@ -337,7 +323,7 @@ def _find_repeated(
             400,
             f"the Idempotency-Key {show(key)} was given before with another body; give each batch a key of its own",
             code="idempotency_key_reused",
-            param="Idempotency-Key",
+            param=IDEMPOTENCY_KEY,
         )
     return batch
 

@@ -27,6 +27,7 @@ from jobs import interactive, protocol
 from jobs.gateway.bodies import WHOLE
 from jobs.gateway.chunks import DONE, HEARTBEAT, Chunks, event
 from jobs.gateway.errors import SERVER_ERROR, ApiError, answer_failure, error_body
+from jobs.gateway.idempotency import IDEMPOTENCY_KEY, MAX_KEY_CHARACTERS, idempotency_key_of
 from jobs.gateway.identity import BEARER_SECURITY, caller_of
 from jobs.gateway.overload import Limits, Load, judge
 from jobs.gateway.replies import CallerGone, Replies, Wait
@@ -72,8 +73,6 @@ STATUS_WAIT_S = 5.0
 HEARTBEAT_S = 15.0
 # Larger bodies are parsed in a thread: they would hold up other calls by more than a millisecond.
 LONG_BODY_BYTES = 200_000
-IDEMPOTENCY_KEY = "Idempotency-Key"
-MAX_KEY_CHARACTERS = 255
 # nginx's word for a caller that went away; nobody sees it but the metrics.
 CLIENT_CLOSED_REQUEST = 499
 # What ended in one of these ways may well pass the next time.
@@ -95,18 +94,6 @@ class Calls:
 def calls_of(http_request: Request) -> Calls:
     state = http_request.app.state
     return Calls(state.gateway, state.replies, state.standing, state.tenants)
-
-
-def idempotency_key_of(http_request: Request) -> str | None:
-    """Raises InvalidRequest when it is empty or too long."""
-    key = http_request.headers.get(IDEMPOTENCY_KEY)
-    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARACTERS:
-        raise InvalidRequest(
-            f"{IDEMPOTENCY_KEY} has {len(key)} characters; give it 1 to {MAX_KEY_CHARACTERS}, or leave it out",
-            code="invalid_value",
-            param=IDEMPOTENCY_KEY,
-        )
-    return key
 
 
 def _description(model: type[BaseModel], *, takes_key: bool = True) -> dict[str, Any]:

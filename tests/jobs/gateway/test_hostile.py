@@ -95,6 +95,27 @@ def test_each_route_refuses_bodies_that_are_none(http: httpx.Client, what: str) 
         is_refused(answer, (path, what))
 
 
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [(b"", "empty_string"), (b"k" * 256, "string_above_max_length"), (b"a\xadb", "invalid_value")],
+)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/batches", {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"model": "tiny", "prompt": "a"}),
+    ],
+)
+def test_a_key_that_is_none_is_refused_by_each_route_that_takes_one(
+    http: httpx.Client, path: str, body: dict[str, Any], given: bytes, code: str
+) -> None:
+    answer = http.post(path, json=body, headers={b"Idempotency-Key": given})
+    is_refused(answer, path)
+    assert answer.json()["error"]["code"] == code
+    assert answer.json()["error"]["param"] == "Idempotency-Key"
+
+
 NO_JSON_OBJECTS = ("null", "a list", "a number", "half a body", "two bodies", "10,000 lists", "not UTF-8", "UTF-16")
 
 
