@@ -5,6 +5,8 @@
 typedef unsigned short Element;  // the bits of a float16 or bfloat16
 typedef long long Index;
 
+#ifndef PRETENDED_DEVICE  // tests on a machine without a GPU bring these for themselves
+
 #ifdef BFLOAT16
 #define TYPE "bf16"
 __device__ __forceinline__ float widen(Element bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
@@ -33,6 +35,59 @@ __device__ __forceinline__ unsigned narrow_two(float first, float second) {
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   return bits;
 }
+
+__device__ __forceinline__ float power_of_two(float exponent) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(exponent));
+  return value;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* memory) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(memory));
+}
+
+// 16 bytes to shared memory, later; zeros where there is nothing to copy.
+__device__ __forceinline__ void copy_later(unsigned address, const Element* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_there ? 16 : 0));
+}
+// What was said to be copied since the last mark is one group.
+__device__ __forceinline__ void mark_copies() { asm volatile("cp.async.commit_group;"); }
+// Until all groups have come but the last `COUNT`.
+template <int COUNT>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT));
+}
+
+// Four 8 x 8 matrices from shared memory, whose rows lie where the lanes say, eight lanes for each; as they are or turned.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_turned_matrices(unsigned (&to)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
+// Of an 8 x 8 matrix that lies in a warp as two elements a lane, row by row: the one with rows and columns changed.
+__device__ __forceinline__ unsigned turn(unsigned bits) {
+  unsigned turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(bits));
+  return turned;
+}
+
+// One product of the tensor cores: sum [16, 8] += left [16, 16] * right [16, 8], spread over a warp as the PTX manual says
+// (mma.m16n8k16): sum[0], sum[1] are of row lane / 4 and columns lane % 4 * 2 and the next, sum[2], sum[3] eight rows below.
+__device__ __forceinline__ void multiply(float (&sum)[4], unsigned left0, unsigned left1, unsigned left2, unsigned left3,
+                                         unsigned right0, unsigned right1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left0), "r"(left1), "r"(left2), "r"(left3), "r"(right0), "r"(right1));
+}
+
+#endif
 
 // A few elements that are moved at once.
 template <int COUNT>
@@ -118,12 +173,6 @@ extern "C" __global__ void gated_product(Element* __restrict__ output, const Ele
   for (int i = wide * 8 + first; i < columns; i += stride) out[i] = gate_one(gate[i], up[i]);
 }
 
-__device__ __forceinline__ float power_of_two(float exponent) {
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(exponent));
-  return value;
-}
-
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;  // of logits; finite, so that differences of two are numbers
 
@@ -135,51 +184,6 @@ constexpr int CHUNKS = DIM / 8;                        // of 16 bytes, of a toke
 // Keys and values come through shared memory. There a token's chunks change places by its number, so that eight tokens'
 // equal chunks lie in different banks. Where one of them lies, in bytes:
 __device__ __forceinline__ int place(int token, int chunk) { return token * DIM * 2 + (chunk ^ token % 8) * 16; }
-
-__device__ __forceinline__ unsigned shared_address(const void* memory) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(memory));
-}
-
-// 16 bytes to shared memory, later; zeros where there is nothing to copy.
-__device__ __forceinline__ void copy_later(unsigned address, const Element* from, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_there ? 16 : 0));
-}
-// What was said to be copied since the last mark is one group.
-__device__ __forceinline__ void mark_copies() { asm volatile("cp.async.commit_group;"); }
-// Until all groups have come but the last `COUNT`.
-template <int COUNT>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT));
-}
-
-// Four 8 x 8 matrices from shared memory, whose rows lie where the lanes say, eight lanes for each; as they are or turned.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address));
-}
-__device__ __forceinline__ void load_turned_matrices(unsigned (&to)[4], unsigned address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address));
-}
-
-// Of an 8 x 8 matrix that lies in a warp as two elements a lane, row by row: the one with rows and columns changed.
-__device__ __forceinline__ unsigned turn(unsigned bits) {
-  unsigned turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(bits));
-  return turned;
-}
-
-// One product of the tensor cores: sum [16, 8] += left [16, 16] * right [16, 8], spread over a warp as the PTX manual says
-// (mma.m16n8k16): sum[0], sum[1] are of row lane / 4 and columns lane % 4 * 2 and the next, sum[2], sum[3] eight rows below.
-__device__ __forceinline__ void multiply(float (&sum)[4], unsigned left0, unsigned left1, unsigned left2, unsigned left3,
-                                         unsigned right0, unsigned right1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(left0), "r"(left1), "r"(left2), "r"(left3), "r"(right0), "r"(right1));
-}
 
 // Attention of one token a row to its row's context in the paged cache, the token itself included. A block for each KV head
 // and row, with the query heads that share it; block sizes are multiples of TOKENS. A warp takes TOKENS at a time, and has
