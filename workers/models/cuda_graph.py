@@ -495,11 +495,6 @@ def _scales(graph: GraphWriter, name: str, count: int, value: float) -> str:
     return name
 
 
-def _scalar(graph: GraphWriter, name: str, value: float, *, half: bool = False) -> str:
-    graph.used[name] = numpy_helper.from_array(np.array(value, dtype=np.float16 if half else np.float32), name)
-    return name
-
-
 def _cuda_type(graph: GraphWriter) -> CudaType:
     assert graph.dtype == "float16" or graph.dtype == "bfloat16"
     return graph.dtype

@@ -13,10 +13,11 @@ import importlib
 import os
 import shutil
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -34,7 +35,34 @@ _STORED: Mapping[int, Any] = {TensorProto.INT64: np.int64, TensorProto.FLOAT: np
 ELEMENTS: Mapping[CudaType, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
-class OperatorDevice(Protocol):
+def rounded(values: Array, dtype: CudaType) -> Array:
+    """What is left of float32 values in `dtype`."""
+    kept: Array = DECODE[dtype](ENCODE[dtype](values.astype(np.float32)))
+    return kept
+
+
+def _blank(shape: tuple[int, ...], kind: int) -> Array:
+    """Filled with what no result holds, so that an element that nobody writes is seen."""
+    return np.full(shape, -7, _STORED[kind]) if kind in _STORED else np.full(shape, 0x7FC1, np.uint16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One run of an operator. bits: its inputs as they are stored; outputs are filled by the run, and so are the inputs
+    that are written in place. kinds, output_kinds: their element types. heads: see `OperatorDevice.run`."""
+
+    operator: str
+    bits: list[Array]
+    kinds: list[int]
+    outputs: list[Array]
+    output_kinds: list[int]
+    in_place: tuple[int, ...]
+    heads: tuple[int, int]
+    attributes: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorDevice(ABC):
     """Runs one operator. dtype: of its floats."""
 
     dtype: CudaType
@@ -57,62 +85,44 @@ class OperatorDevice(Protocol):
 
         heads: channels of a head, and query heads to a KV head, that kernels are compiled for.
         """
-        ...
+        element = ELEMENTS[self.dtype]
+        kinds = [
+            TensorProto.FLOAT if index in float_inputs else _KINDS.get(values.dtype, element)
+            for index, values in enumerate(inputs)
+        ]
+        output_kinds = [
+            TensorProto.INT64 if are_indices else TensorProto.FLOAT if index in float_outputs else element
+            for index in range(len(shapes))
+        ]
+        bits = [
+            np.array(ENCODE[self.dtype](values) if kind == element else values, order="C")
+            for values, kind in zip(inputs, kinds, strict=True)
+        ]
+        outputs = [_blank(shape, kind) for shape, kind in zip(shapes, output_kinds, strict=True)]
+        name = f"{name}_{self.dtype}"
+        self._fill(_Run(name, bits, kinds, outputs, output_kinds, in_place, heads, attributes))
+        for index in in_place:
+            inputs[index][...] = DECODE[self.dtype](bits[index])
+        return [
+            DECODE[self.dtype](values) if kind == element else values
+            for values, kind in zip(outputs, output_kinds, strict=True)
+        ]
 
-
-def rounded(values: Array, dtype: CudaType) -> Array:
-    """What is left of float32 values in `dtype`."""
-    kept: Array = DECODE[dtype](ENCODE[dtype](values.astype(np.float32)))
-    return kept
-
-
-def _kinds(
-    dtype: CudaType, inputs: Sequence[Array], outputs: int, are_indices: bool, floats: tuple[tuple[int, ...], ...]
-) -> tuple[list[int], list[int]]:
-    """Element types of inputs and outputs."""
-    element = ELEMENTS[dtype]
-    types = [
-        TensorProto.FLOAT if index in floats[0] else _KINDS.get(values.dtype, element)
-        for index, values in enumerate(inputs)
-    ]
-    results = [
-        TensorProto.INT64 if are_indices else TensorProto.FLOAT if index in floats[1] else element
-        for index in range(outputs)
-    ]
-    return types, results
-
-
-def _blank(shape: tuple[int, ...], kind: int) -> Array:
-    """Filled with what no result holds, so that an element that nobody writes is seen."""
-    return np.full(shape, -7, _STORED[kind]) if kind in _STORED else np.full(shape, 0x7FC1, np.uint16)
+    @abstractmethod
+    def _fill(self, run: _Run) -> None:
+        """Do it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class Gpu(OperatorDevice):
     """By ONNX Runtime on the first GPU."""
 
-    dtype: CudaType
-
-    def run(
-        self,
-        name: str,
-        inputs: list[Array],
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        are_indices: bool = False,
-        in_place: tuple[int, ...] = (),
-        float_inputs: tuple[int, ...] = (),
-        float_outputs: tuple[int, ...] = (),
-        heads: tuple[int, int] = (8, 1),
-        attributes: Mapping[str, float] = MappingProxyType({}),
-    ) -> list[Array]:
+    def _fill(self, run: _Run) -> None:
         runtime = importlib.import_module("cuda.bindings.runtime")
-        element = ELEMENTS[self.dtype]
-        dim, group = heads
+        dim, group = run.heads
         model = dataclasses.replace(DESCRIPTION, num_heads=group, num_kv_heads=1, head_dim=dim)
         library = load_operators(model, self.dtype).library
-        types, results = _kinds(self.dtype, inputs, len(shapes), are_indices, (float_inputs, float_outputs))
-        graph = operator_graph(f"{name}_{self.dtype}", types, results, attributes)
+        graph = operator_graph(run.operator, run.kinds, run.output_kinds, run.attributes)
         session = operator_session(library, graph, ["CUDAExecutionProvider"])
         binding = session.io_binding()
         held: list[Any] = []
@@ -128,21 +138,15 @@ class Gpu:
             (error,) = runtime.cudaMemcpy(target, source, count, getattr(runtime.cudaMemcpyKind, f"cudaMemcpy{kind}"))
             assert not int(error)
 
-        def read(pointer: Any, shape: tuple[int, ...], kind: int) -> Array:
-            array = np.empty(shape, _STORED.get(kind, np.uint16))
-            copy(array.ctypes.data, pointer, array.nbytes, "DeviceToHost")
-            return DECODE[self.dtype](array) if kind == element else array
-
         try:
-            for index, (values, kind) in enumerate(zip(inputs, types, strict=True)):
-                bits = np.ascontiguousarray(ENCODE[self.dtype](values) if kind == element else values)
-                binding.bind_input(f"input_{index}", "cuda", 0, kind, list(values.shape), upload(bits))
-            for index, (shape, kind) in enumerate(zip(shapes, results, strict=True)):
-                binding.bind_output(f"output_{index}", "cuda", 0, kind, list(shape), upload(_blank(shape, kind)))
+            for index, (bits, kind) in enumerate(zip(run.bits, run.kinds, strict=True)):
+                binding.bind_input(f"input_{index}", "cuda", 0, kind, list(bits.shape), upload(bits))
+            for index, (blank, kind) in enumerate(zip(run.outputs, run.output_kinds, strict=True)):
+                binding.bind_output(f"output_{index}", "cuda", 0, kind, list(blank.shape), upload(blank))
             session.run_with_iobinding(binding)
-            for index in in_place:
-                inputs[index][...] = read(held[index], inputs[index].shape, types[index])
-            return [read(held[len(inputs) + n], shape, results[n]) for n, shape in enumerate(shapes)]
+            written = [(held[index], run.bits[index]) for index in run.in_place]
+            for pointer, array in [*written, *zip(held[len(run.bits) :], run.outputs, strict=True)]:
+                copy(array.ctypes.data, pointer, array.nbytes, "DeviceToHost")
         finally:
             for pointer in held:
                 runtime.cudaFree(pointer)
@@ -158,58 +162,29 @@ class _Tensor(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
-class PretendedGpu:
+class PretendedGpu(OperatorDevice):
     """By a library made for each kind of heads. folder: where these are kept."""
 
-    dtype: CudaType
     folder: Path
 
-    def run(
-        self,
-        name: str,
-        inputs: list[Array],
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        are_indices: bool = False,
-        in_place: tuple[int, ...] = (),
-        float_inputs: tuple[int, ...] = (),
-        float_outputs: tuple[int, ...] = (),
-        heads: tuple[int, int] = (8, 1),
-        attributes: Mapping[str, float] = MappingProxyType({}),
-    ) -> list[Array]:
-        element = ELEMENTS[self.dtype]
-        types, results = _kinds(self.dtype, inputs, len(shapes), are_indices, (float_inputs, float_outputs))
-        run = ctypes.CDLL(str(self._library(*heads))).run_operator
-        answers: list[list[Array]] = []
-        written: list[Array] = []
-        for at_once in (0, 1):
-            given = [
-                np.array(ENCODE[self.dtype](values) if kind == element else values, order="C")
-                for values, kind in zip(inputs, types, strict=True)
-            ]
-            found = [_blank(shape, kind) for shape, kind in zip(shapes, results, strict=True)]
+    def _fill(self, run: _Run) -> None:
+        run_operator = ctypes.CDLL(str(self._library(*run.heads))).run_operator
+        late = dataclasses.replace(run, bits=[b.copy() for b in run.bits], outputs=[o.copy() for o in run.outputs])
+        for at_once, each in ((1, run), (0, late)):
             message = ctypes.create_string_buffer(300)
-            trouble = run(
-                f"{name}_{self.dtype}".encode(),
-                (_Tensor * len(given))(*map(_Tensor.of, given)),
-                (_Tensor * len(found))(*map(_Tensor.of, found)),
-                ctypes.c_float(attributes.get("scale", 0.0)),
+            trouble = run_operator(
+                each.operator.encode(),
+                (_Tensor * len(each.bits))(*map(_Tensor.of, each.bits)),
+                (_Tensor * len(each.outputs))(*map(_Tensor.of, each.outputs)),
+                ctypes.c_float(each.attributes.get("scale", 0.0)),
                 at_once,
                 message,
                 ctypes.c_size_t(len(message)),
             )
             if trouble:
                 raise RuntimeError(message.value.decode())
-            answers.append(found)
-            written = [given[index] for index in in_place]
-        for early, late in zip(*answers, strict=True):
-            np.testing.assert_array_equal(early, late, "it depends on when copies to shared memory are done")
-        for index, bits in zip(in_place, written, strict=True):
-            inputs[index][...] = DECODE[self.dtype](bits)
-        return [
-            DECODE[self.dtype](values) if kind == element else values
-            for values, kind in zip(answers[0], results, strict=True)
-        ]
+        for one, other in zip([*run.bits, *run.outputs], [*late.bits, *late.outputs], strict=True):
+            np.testing.assert_array_equal(one, other, "it depends on when copies to shared memory are done")
 
     def _library(self, dim: int, group: int) -> Path:
         has_attention = dim in (64, 128)

@@ -230,7 +230,7 @@ static Status row_argmax(const Node *node, void *context) {
   return launch(node, context, ROW_ARGMAX, grid, ARGMAX_THREADS, 0, arguments);
 }
 
-static unsigned shared_bytes(int tokens, int64_t dim) { return (unsigned)(tokens * 2 * dim * 2); } /* keys and values */
+static unsigned shared_bytes(int64_t dim) { return (unsigned)(SHARED_TOKENS * 2 * dim * 2); } /* keys and values */
 static int head_kind(int dim, int group) { return (dim == 64 ? 0 : MAX_GROUP) + group - 1; }
 static int fits_heads(int64_t dim, int64_t group) { return (dim == 64 || dim == 128) && group >= 1 && group <= MAX_GROUP; }
 
@@ -279,7 +279,7 @@ static Status attend(const Node *node, void *context) {
                        &weight, &partial,    &width,     &block_size,  &segment,    &parts,     &scale};
   int kind = head_kind((int)dim, (int)group);
   unsigned grid[] = {(unsigned)kv_heads, (unsigned)rows, (unsigned)segments};
-  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, shared_bytes(SHARED_TOKENS, dim), arguments));
+  CHECK(launch(node, context, ATTEND + kind, grid, ATTEND_THREADS, shared_bytes(dim), arguments));
   if (segments == 1) return NULL;
   void *join[] = {&output, &partial, &past.data, &segment, &segments};
   grid[2] = 1;
@@ -313,7 +313,7 @@ static Status attend_prompt(const Node *node, void *context) {
                        &cumulative.data, &tiles.data, &width,     &block_size,  &scale};
   unsigned grid[] = {(unsigned)tiles.shape[0], (unsigned)kv_heads, 1};
   return launch(node, context, ATTEND_PROMPT + head_kind((int)dim, (int)(heads / kv_heads)), grid, TILE_THREADS,
-                shared_bytes(SHARED_TOKENS, dim), arguments);
+                shared_bytes(dim), arguments);
 }
 
 /* query [B, H D], one token of each row, rotated; key_cache and value_cache [blocks, block_size, KV, D]; prefix_table int32
@@ -345,7 +345,7 @@ static Status attend_shared(const Node *node, void *context) {
                        &table.data, &length.data, &rows_,      &block_size, &scale};
   unsigned grid[] = {(unsigned)tiles, (unsigned)kv_heads, (unsigned)parts};
   return launch(node, context, ATTEND_SHARED + head_kind((int)dim, (int)group), grid, TILE_THREADS,
-                shared_bytes(SHARED_TOKENS, dim), arguments);
+                shared_bytes(dim), arguments);
 }
 
 static Status compute(void *kernel, void *context) {
