@@ -2,17 +2,18 @@
 
     python -m benchmarks.gpu --workloads W1 W2 W3 W4 one        Llama-2-7B shape
     python -m benchmarks.gpu --shape llama3-8b --workloads W1
-    python -m benchmarks.gpu --artifact FOLDER --workloads small
+    python -m benchmarks.gpu --artifact FOLDER --workloads small questions
     python -m benchmarks.gpu --workloads W1 W5                  W1 by the engine alone, then through the whole path
     python -m benchmarks.gpu --workloads W1 W2 W3 W4 one mixed W5 --peer PEER      every figure, beside those wanted
 
 Prints a table, then the figures that are wanted, then one JSON line. Each workload is run `--repeat` times with fresh
 prompts, so the prefix cache is cold; the best run counts, and all are in the JSON line. `W1-sampled` is W1 at
-temperature 0.8 and top-p 0.95; `W2-odd` is W2 with a shared beginning that ends within a block; `mixed` is a load of
-all kinds for `--minutes`, interactive requests among them (benchmarks/mixed_load.py). W5 comes last, when the engine
-has left the device to a worker: W1's requests from submit to the last commit, through an embedded Redis, Celery and
-SQLite, on an artifact that is given or written for it. PEER is what `benchmarks.gpu_peer` printed, for the ratios. The
-engine's random weights need torch.
+temperature 0.8 and top-p 0.95; `W2-odd` is W2 with a shared beginning that ends within a block; `questions` are asked
+about a handbook and answered until the model ends, and held against the peer's answers; `mixed` is a load of all kinds
+for `--minutes`, interactive requests among them (benchmarks/mixed_load.py). W5 comes last, when the engine has left the
+device to a worker: W1's requests from submit to the last commit, through an embedded Redis, Celery and SQLite, on an
+artifact that is given or written for it. PEER is what `benchmarks.gpu_peer` printed, for the ratios. Random
+weights need torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import argparse
 import gc
 import importlib
 import json
-import math
 import os
 import random
 import statistics
@@ -39,6 +39,7 @@ import numpy as np
 import pynvml
 
 from benchmarks.mixed_load import Mix, run_mixed_load
+from benchmarks.workloads import QUESTIONS, Workload, make_workload
 from workers.devices import GpuError, list_devices, open_nvml, visible
 from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, cuda_row_buckets, upload_weights
 from workers.engine.cuda_ops import load_operators
@@ -46,6 +47,7 @@ from workers.engine.flavour import load_libraries
 from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
 from workers.engine.request import GenerationRequest, SamplingParameters
 from workers.engine.scheduler import interactive_slots
+from workers.models.artifact import load_artifact
 from workers.models.cuda_graph import artifact_entries, stored_weights, weight_shapes
 from workers.models.description import Llama3Scaling, ModelDescription
 from workers.models.rope import rotary_tables
@@ -85,7 +87,7 @@ SHAPES = {"llama2-7b": LLAMA2_7B, "llama3-8b": LLAMA3_8B}
 WANTED_OF_PEER = {
     "llama2-7b": {"W1": 1.05, "W2": 1.5, "W3": 1.0, "W4": 1.0},
     "llama3-8b": {"W1": 1.0},
-    "artifact": {"small": 1.0},
+    "artifact": {"small": 1.0, QUESTIONS: 1.0},
 }
 MOST_TIME_ALONE = 1.15  # one request, of the peer's time
 LEAST_OF_ENGINE = 0.95  # W5 of W1
@@ -94,51 +96,6 @@ LEAST_UTILIZATION = 90.0
 LEAST_BUSY_SHARE = 0.8  # of a small model's run
 MOST_GROWTH_MIB = 64.0
 MOST_START_S = 60.0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts and how many tokens each is answered with."""
-
-    description: str
-    prompts: list[list[int]]
-    new_tokens: list[int]
-
-
-def make_workload(name: str, vocab_size: int, seed: int) -> Workload:
-    rng = random.Random(f"{name} {seed}")  # no workload may find another's prompts in the prefix cache
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(5, vocab_size) for _ in range(count)]
-
-    match name:
-        case "W1":
-            return Workload("512 x (128 prompt, 64 new)", [tokens(128) for _ in range(512)], [64] * 512)
-        case "W2":
-            shared = tokens(1024)
-            prompts = [shared + tokens(64) for _ in range(512)]
-            return Workload("512 x (1024 shared + 64 prompt, 64 new)", prompts, [64] * 512)
-        case "W2-odd":
-            shared = tokens(1000)
-            prompts = [shared + tokens(64) for _ in range(512)]
-            return Workload("512 x (1000 shared + 64 prompt, 64 new)", prompts, [64] * 512)
-        case "W3":
-            return Workload("256 x (1024 prompt, 128 new)", [tokens(1024) for _ in range(256)], [128] * 256)
-        case "W4":
-            lengths = random.Random(0)
-            sizes = [(_log_uniform(lengths, 32, 2048), _log_uniform(lengths, 8, 512)) for _ in range(512)]
-            prompts = [tokens(prompt) for prompt, _ in sizes]
-            return Workload("512 x (32-2048 prompt, 8-512 new)", prompts, [new for _, new in sizes])
-        case "one":
-            return Workload("1 x (128 prompt, 64 new)", [tokens(128)], [64])
-        case "small":
-            return Workload("2048 x (128 prompt, 64 new)", [tokens(128) for _ in range(2048)], [64] * 2048)
-        case _:
-            raise SystemExit(f"no workload {name}")
-
-
-def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 @dataclass
@@ -198,17 +155,18 @@ def random_weights(model: ModelDescription, rotary_length: int) -> tuple[dict[st
 
 
 def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> dict[str, Any]:
-    """Submit everything at once and wait for the last answer."""
+    """Submit everything at once and wait for the last answer. The engine's stop tokens are those of the workload."""
     requests = [
-        GenerationRequest(prompt, SamplingParameters(new, ignore_eos=True, **sampling))
+        GenerationRequest(prompt, SamplingParameters(new, ignore_eos=not workload.stop_token_ids, **sampling))
         for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
     ]
     start = time.perf_counter()
     futures = [engine.submit(request) for request in requests]
     completions = [future.result() for future in futures]
     seconds = time.perf_counter() - start
-    made = sum(len(completion.completion_token_ids) for completion in completions)
-    assert made == sum(workload.new_tokens)
+    answers = [list(completion.completion_token_ids) for completion in completions]
+    workload.check(answers)
+    made = sum(map(len, answers))
     return {
         "seconds": round(seconds, 4),
         "requests_per_s": round(len(requests) / seconds, 2),
@@ -217,7 +175,7 @@ def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> di
         "first_token_s_median": round(
             statistics.median(completion.times.wait_s + completion.times.prefill_s for completion in completions), 4
         ),
-    }
+    } | ({"answers": answers} if workload.stop_token_ids else {})
 
 
 def summarize(steps: list[list[Any]], seconds: float) -> dict[str, Any]:
@@ -249,7 +207,6 @@ def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """W5: a worker of the same rows and context, started as `promptmill up` starts it."""
     from benchmarks.path import PathBench
     from benchmarks.random_artifact import write_random_artifact
-    from workers.models.artifact import load_artifact
 
     if given.artifact:
         artifact = load_artifact(given.artifact, check_digests=False)
@@ -406,9 +363,10 @@ def figures_of(report: dict[str, Any], peer: dict[str, Any] | None) -> list[Figu
             told = [run["device"]["utilization_percent"] for run in results[name]["runs"] if run["device"]]
             mean = round(statistics.mean(told), 1) if told else None
             add(f"{name}, utilization by NVML, percent", mean, LEAST_UTILIZATION)
-    if "small" in results:
-        shares = [run["steps"]["busy_share"] for run in results["small"]["runs"]]
-        add("small, share of the run with a step in flight", max(shares), LEAST_BUSY_SHARE)
+    for name in ("small", QUESTIONS):
+        if name in results:
+            shares = [run["steps"]["busy_share"] for run in results[name]["runs"]]
+            add(f"{name}, share of the run with a step in flight", max(shares), LEAST_BUSY_SHARE)
     cache = report["kv_cache"]
     if cache["holds_all_rows"]:
         figures.append(Figure("KV cache, of the memory left for it", cache["share"], "every row in full", True))
@@ -425,6 +383,16 @@ def figures_of(report: dict[str, Any], peer: dict[str, Any] | None) -> list[Figu
 def _best_of_peer(peer: dict[str, Any] | None, name: str) -> float | None:
     runs = peer["results"].get(name, []) if peer else []
     return max((float(run["requests_per_s"]) for run in runs), default=None)
+
+
+def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, int]:
+    """How many answers are the same, and how many tokens come before the first difference of each."""
+    same = [one == other for one, other in zip(ours, theirs, strict=True)]
+    before = 0
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = enumerate(zip(one, other, strict=False))
+        before += next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return {"answers": len(same), "same": sum(same), "tokens": sum(map(len, theirs)), "same_tokens": before}
 
 
 def read_peer(path: Path) -> dict[str, Any]:
@@ -444,7 +412,7 @@ def print_figures(figures: Sequence[Figure]) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="llama2-7b")
-    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--artifact", type=Path, help="of float weights")
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4", "one"])
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--context-length", type=int, default=4096)
@@ -471,6 +439,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--label", default="")
     given = parser.parse_args(arguments)
 
+    peer = read_peer(given.peer) if given.peer else None
     report: dict[str, Any] = {"label": given.label, "shape": given.shape, "options": vars(given) | {"trace": None}}
     report["options"] |= {
         name: str(given.__dict__[name]) if given.__dict__[name] else None for name in ("artifact", "peer")
@@ -482,10 +451,8 @@ def main(arguments: list[str]) -> None:
     at = time.perf_counter()
     load_libraries()
     uploaded: UploadedWeights | None = None
-    if given.artifact:
-        from workers.models.artifact import load_artifact
-
-        artifact = load_artifact(given.artifact, check_digests=False)
+    artifact = load_artifact(given.artifact, check_digests=False) if given.artifact else None
+    if artifact is not None:
         model, rotary_length, kept = artifact.description, artifact.context_length, None
         entries = artifact_entries(artifact.model_path)
         uploaded = upload_weights(model, rotary_length, stored_weights(entries, given.artifact, "float16"))
@@ -515,7 +482,7 @@ def main(arguments: list[str]) -> None:
     runner.copies_blocks = runner.copies_blocks and not given.no_copies
     engine = PagedEngine(
         runner,
-        stop_token_ids=[2],
+        stop_token_ids=artifact.tokenizer.stop_token_ids if artifact else [2],
         prefill_budget_tokens=given.prefill_tokens,
         prefill_burst_tokens=given.burst_tokens,
         prefill_wanted_tokens=given.wanted_tokens,
@@ -533,7 +500,7 @@ def main(arguments: list[str]) -> None:
         f"{given.label} weights {report['weights_s']} s, start {report['start_s']} s, {runner.num_blocks} blocks",
         flush=True,
     )
-    run_workload(engine, make_workload("one", model.vocab_size, 99))
+    run_workload(engine, make_workload("one", model, 99))
     gc.collect()
     gc.freeze()  # as a worker does once it is warm: no collection walks what stays for ever
     results: dict[str, Any] = {}
@@ -549,17 +516,21 @@ def main(arguments: list[str]) -> None:
                 continue
             runs = []
             for turn in range(given.repeat):
-                workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, turn + 1)
+                workload = make_workload(name.removesuffix("-sampled"), model, turn + 1, artifact)
                 sampling = {"temperature": 0.8, "top_p": 0.95} if name.endswith("-sampled") else {}
                 runner.trace.steps.clear()
                 _ = watch and watch.mean()
                 run = run_workload(engine, workload, **sampling)
+                answers = run.pop("answers", None)
+                theirs = peer["results"].get(name, []) if peer else []
+                if answers is not None and turn < len(theirs):
+                    run["beside_peer"] = agreement(answers, theirs[turn]["answers"])
                 run |= {"steps": summarize(runner.trace.steps, run["seconds"]), "device": watch and watch.mean()}
                 run["preemptions"] = engine._preemptions
                 runs.append(run)
                 print(f"{given.label} {name} {workload.description}: {json.dumps(run)}", flush=True)
             if given.kernels:
-                workload = make_workload(name.removesuffix("-sampled"), model.vocab_size, 50)
+                workload = make_workload(name.removesuffix("-sampled"), model, 50, artifact)
                 results_of_kernels = kernel_times(lambda work=workload: run_workload(engine, work))  # type: ignore[misc]
                 runs[-1]["kernels"] = results_of_kernels
                 print_kernels(f"{given.label} {name}", results_of_kernels)
@@ -585,7 +556,7 @@ def main(arguments: list[str]) -> None:
     for name, result in results.items():
         best = max(result["runs"], key=lambda run: float(run["requests_per_s"]))
         print(f"{name:<12}{best['requests_per_s']:>10}{best['seconds']:>10}{best['new_tokens_per_s']:>12}")
-    figures = figures_of(report, read_peer(given.peer) if given.peer else None)
+    figures = figures_of(report, peer)
     print_figures(figures)
     report["figures"] = [asdict(figure) for figure in figures]
     print(json.dumps(report))

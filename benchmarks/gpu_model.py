@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import structlog
 
-from benchmarks.gpu import LLAMA2_7B, Workload, make_workload
+from benchmarks.gpu import LLAMA2_7B
+from benchmarks.workloads import Workload, make_workload
 from workers.engine.blocks import block_size_for, blocks_for
 from workers.engine.cuda import cuda_row_buckets, cuda_table_widths
 from workers.engine.paged_engine import BlockCopy, PagedDecode, PagedEngine, PagedPrefill, StepResult
@@ -192,7 +193,7 @@ def main(arguments: list[str]) -> None:
     }
     results: dict[str, dict[str, Any]] = {}
     for name in given.workloads:
-        parts = [make_workload(name, LLAMA2_7B.vocab_size, seed) for seed in range(TIMES[name])]
+        parts = [make_workload(name, LLAMA2_7B, seed) for seed in range(TIMES[name])]
         work = Workload(
             parts[0].description,
             [prompt for part in parts for prompt in part.prompts],

@@ -1,9 +1,10 @@
 """The peer of gpu.py: vLLM on the same workloads, with weights of the same shape and no tokenizer.
 
     python -m benchmarks.gpu_peer --workloads W1 W2 W3 W4 one [--shape llama3-8b] [--rows 512]
+    python -m benchmarks.gpu_peer --artifact FOLDER --workloads small questions
 
-Needs vLLM beside torch and a GPU. Each workload is run `--repeat` times with fresh prompts and an emptied prefix cache;
-the best run counts. Prints a table and one JSON line.
+Needs vLLM beside torch and a GPU. Random weights of a shape, or those of an artifact of float weights. Each workload is
+run `--repeat` times with fresh prompts and an emptied prefix cache; the best counts. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import SHAPES, make_workload
+import numpy as np
+
+from benchmarks.gpu import SHAPES
+from benchmarks.workloads import Workload, make_workload
+from workers.models.artifact import Artifact, load_artifact
+from workers.models.cuda_graph import artifact_entries, stored_weights, weight_parts
 from workers.models.description import Llama3Scaling, ModelDescription
+from workers.models.errors import UnsupportedModel
+from workers.models.huggingface import LAYER_TENSORS, TENSORS
 
 SMOLLM2 = ModelDescription(
     architecture="llama",
@@ -48,6 +56,7 @@ def model_config(model: ModelDescription) -> dict[str, Any]:
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "num_hidden_layers": model.num_layers,
+        "head_dim": model.head_dim,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.context_length,
         "rms_norm_eps": model.rms_norm_epsilon,
@@ -69,10 +78,36 @@ def model_config(model: ModelDescription) -> dict[str, Any]:
     return config
 
 
+def write_checkpoint(artifact: Artifact, folder: Path) -> None:
+    """Write an artifact's weights as float16 into a folder as `transformers` saves it, without a tokenizer.
+
+    Raises UnsupportedModel for quantized artifacts, and for heads that are stored filled up.
+    """
+    from safetensors.numpy import save_file
+
+    model = artifact.description
+    if model.cache_head_dim != model.head_dim:
+        raise UnsupportedModel(f"heads of {model.head_dim} channels are stored as {model.cache_head_dim}")
+    stored = {
+        name: bits.view(np.float16)
+        for name, bits in stored_weights(artifact_entries(artifact.model_path), artifact.path, "float16")
+    }
+    for name, part in weight_parts(model).items():
+        if part.whole in stored:
+            stored[name] = stored[part.whole][part.first_row : part.first_row + part.shape[0]]
+    tensors = {theirs: stored[ours] for theirs, ours in TENSORS.items() if ours in stored}
+    for layer in range(model.num_layers):
+        for theirs, ours in LAYER_TENSORS.items():
+            tensors[f"model.layers.{layer}.{theirs}"] = np.ascontiguousarray(stored[f"layers.{layer}.{ours}"])
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model_config(model)))
+
+
 def main(arguments: list[str]) -> None:
     shapes = SHAPES | {"smollm2-135m": SMOLLM2}
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=shapes, default="llama2-7b")
+    parser.add_argument("--artifact", type=Path, help="of float weights")
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4", "one"])
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=2)
@@ -83,22 +118,27 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     vllm: Any = importlib.import_module("vllm")
-    model = shapes[given.shape]
+    artifact = load_artifact(given.artifact, check_digests=False) if given.artifact else None
+    model = artifact.description if artifact else shapes[given.shape]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model_config(model)))
+        if artifact:
+            write_checkpoint(artifact, Path(folder))
+        else:
+            (Path(folder) / "config.json").write_text(json.dumps(model_config(model)))
         engine = vllm.LLM(
             model=folder,
             skip_tokenizer_init=True,
-            load_format="dummy",
+            load_format="auto" if artifact else "dummy",
             dtype="float16",
-            max_model_len=4096,
+            max_model_len=min(4096, artifact.context_length) if artifact else 4096,
             gpu_memory_utilization=0.9,
             max_num_seqs=given.rows,
             enable_prefix_caching=True,
         )
-        results: dict[str, list[dict[str, float]]] = {}
+        results: dict[str, list[dict[str, Any]]] = {}
         for name in ["one", *given.workloads]:  # the first is a warm-up
-            results[name] = [_run(engine, vllm, name, model.vocab_size, turn) for turn in range(given.repeat)]
+            workloads = [make_workload(name, model, turn + 1, artifact) for turn in range(given.repeat)]
+            results[name] = [_run(engine, vllm, name, workload) for workload in workloads]
     print(f"\n{'workload':<12}{'req/s':>10}{'seconds':>10}{'new tok/s':>12}")
     for name, runs in results.items():
         best = max(runs, key=lambda run: run["requests_per_s"])
@@ -106,26 +146,33 @@ def main(arguments: list[str]) -> None:
     print(json.dumps({"peer": "vllm", "version": vllm.__version__, "shape": given.shape, "results": results}))
 
 
-def _run(engine: Any, vllm: Any, name: str, vocab_size: int, turn: int) -> dict[str, float]:
-    workload = make_workload(name, vocab_size, turn + 1)
+def _run(engine: Any, vllm: Any, name: str, workload: Workload) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     parameters = [
-        vllm.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        vllm.SamplingParams(
+            max_tokens=new,
+            temperature=0,
+            ignore_eos=True,
+            stop_token_ids=list(workload.stop_token_ids),
+            detokenize=False,
+        )
         for new in workload.new_tokens
     ]
     engine.reset_prefix_cache()
     start = time.perf_counter()
     outputs = engine.generate(prompts, parameters, use_tqdm=False)
     seconds = time.perf_counter() - start
-    made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert made == sum(workload.new_tokens)
-    run = {
+    stops = workload.stop_token_ids
+    answers = [[token for token in output.outputs[0].token_ids if token not in stops] for output in outputs]
+    workload.check(answers)
+    made = sum(map(len, answers))
+    run: dict[str, Any] = {
         "seconds": round(seconds, 4),
         "requests_per_s": round(len(prompts) / seconds, 2),
         "new_tokens_per_s": round(made / seconds),
     }
     print(f"vllm {name} {workload.description}: {json.dumps(run)}", flush=True)
-    return run
+    return run | ({"answers": answers} if stops else {})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ its form; of a sample the content is compared with what an engine says that has 
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import statistics
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.workloads import log_uniform
 from storage.errors import PromptmillError
 from workers.engine.request import (
     AnyEngine,
@@ -40,6 +40,7 @@ _RAISE_S, _RAISE = 0.1, 1.3
 # What the load is, where the engine is fast: 1 is all it can do.
 _PACES = (1.5, 0.5)
 _MEMORY_READINGS = 200
+_MEMORY_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class LoadReport:
         return growth(used) if used else None
 
     def figures(self) -> dict[str, Any]:
-        """For a table and a JSON line."""
+        """For a table and a JSON line. mib_by_time: seconds, this process's memory, the device's (of all processes)."""
         megabytes = 1 << 20
         device = self.device_growth
         return {
@@ -107,6 +108,10 @@ class LoadReport:
             "resident_mib": round(self.readings[-1][1] / megabytes),
             "resident_growth_mib": round(self.resident_growth / megabytes, 1),
             "device_growth_mib": None if device is None else round(device / megabytes, 1),
+            "mib_by_time": [
+                (round(at), resident >> 20, None if used is None else used >> 20)
+                for at, resident, used in self.readings[:: max(1, len(self.readings) // _MEMORY_TOLD)]
+            ],
             "first_token_s": {
                 name: [round(float(value), 4) for value in np.quantile(self.first_token_s[is_interactive], [0.5, 0.99])]
                 for name, is_interactive in (("bulk", False), ("interactive", True))
@@ -154,10 +159,6 @@ def make_sampling(mix: Mix, rng: random.Random) -> SamplingParameters:
     if rng.random() < 0.15:
         values["logprobs"] = rng.choice((0, 3))
     return SamplingParameters(**values, ignore_eos=rng.random() < 0.5)
-
-
-def log_uniform(rng: random.Random, low: int, high: int) -> int:
-    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
 
 # --- the load ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from workers.models.vocabulary import (
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
-_LAYER_TENSORS = {
+LAYER_TENSORS = {
     "input_layernorm.weight": "attention_norm.weight",
     "self_attn.q_proj.weight": "attention.q.weight",
     "self_attn.k_proj.weight": "attention.k.weight",
@@ -43,7 +43,7 @@ _LAYER_TENSORS = {
     "mlp.up_proj.weight": "mlp.up.weight",
     "mlp.down_proj.weight": "mlp.down.weight",
 }
-_TENSORS = {
+TENSORS = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
@@ -311,14 +311,14 @@ def _rope(config: Mapping[str, Any], context_length: int, where: str) -> tuple[f
 
 
 def _our_name(name: str, path: Path) -> str:
-    if name in _TENSORS:
-        return _TENSORS[name]
+    if name in TENSORS:
+        return TENSORS[name]
     prefix, _, rest = name.removeprefix("model.layers.").partition(".")
-    if name.startswith("model.layers.") and prefix.isdigit() and rest in _LAYER_TENSORS:
-        return f"layers.{prefix}.{_LAYER_TENSORS[rest]}"
+    if name.startswith("model.layers.") and prefix.isdigit() and rest in LAYER_TENSORS:
+        return f"layers.{prefix}.{LAYER_TENSORS[rest]}"
     raise UnsupportedModel(
-        f"{path}: tensor {name} is not supported; supported are {', '.join(sorted(_TENSORS))} "
-        f"and model.layers.N with {', '.join(sorted(_LAYER_TENSORS))}"
+        f"{path}: tensor {name} is not supported; supported are {', '.join(sorted(TENSORS))} "
+        f"and model.layers.N with {', '.join(sorted(LAYER_TENSORS))}"
     )
 
 

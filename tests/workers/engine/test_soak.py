@@ -140,6 +140,7 @@ def soak(
     *,
     seconds: float,
     tie: float,
+    sample_size: int = 100,
     kv_cache_mib: int = 0,
     device_bytes: Callable[[], int | None] = lambda: None,
 ) -> LoadReport:
@@ -147,7 +148,9 @@ def soak(
     settings = EngineSettings(max_batch_size=ROWS, context_length=CONTEXT, kv_cache_mib=kv_cache_mib)
     engine = open_engine(artifact, settings, flavour)
     mix = Mix(text, longest_prompt=MIX.longest_prompt, longest_answer=MIX.longest_answer)
-    report = run_mixed_load(engine, mix, seconds=seconds, seed=int(seconds), device_bytes=device_bytes)
+    report = run_mixed_load(
+        engine, mix, seconds=seconds, seed=int(seconds), sample_size=sample_size, device_bytes=device_bytes
+    )
     engine.close(drain=True)
     assert_nothing_held(engine)
     if isinstance(engine, PagedEngine):
@@ -186,6 +189,7 @@ def test_a_gpu_engine_stands_minutes_of_mixed_load(soaked: tuple[Artifact, list[
             "cuda",
             seconds=60 * minutes(20),
             tie=3e-2,
+            sample_size=400,
             kv_cache_mib=kv_cache_mib,
             device_bytes=lambda: read_device(pynvml, device).memory_used_bytes,
         )
