@@ -613,7 +613,7 @@ class CudaRunner:
         self.num_blocks = int(min(count, 1 + self.max_rows * self.max_blocks))
         self.cache_bytes = per_block * self.num_blocks
         self._cache = self._allocate(self.cache_bytes)
-        self._call("cudaMemset", self._cache, 0, self.cache_bytes)
+        self._clear_cache()
         log.info("kv_cache_allocated", blocks=self.num_blocks, kv_cache_bytes=self.cache_bytes)
 
     def _try_copies(self) -> None:
@@ -637,7 +637,6 @@ class CudaRunner:
         written = np.random.default_rng(0).integers(1, 256, (len(planes), block_bytes), dtype=np.uint8)
         found = np.zeros_like(written)
         lane, target = self._lane, SCRATCH_BLOCK + 1  # nothing is in any block yet
-        self._call("cudaDeviceSynchronize")  # the cache was cleared in another stream
         try:
             for plane, values in zip(planes, written, strict=True):
                 self._copy_in(lane, plane + SCRATCH_BLOCK * block_bytes, values.ctypes.data, block_bytes)
@@ -646,8 +645,7 @@ class CudaRunner:
                 self._copy_out(lane, values.ctypes.data, plane + target * block_bytes, block_bytes)
             self.check()
         finally:  # padding reads the scratch block
-            self._call("cudaMemset", self._cache, 0, self.cache_bytes)
-            self._call("cudaDeviceSynchronize")
+            self._clear_cache()
         return bool(np.array_equal(found[:, :copied], written[:, :copied]) and not found[:, copied:].any())
 
     def _prefill_dummy(self, lengths: Sequence[int]) -> None:
@@ -830,7 +828,12 @@ class CudaRunner:
         pointer = self._allocate(values.nbytes)
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._call("cudaMemcpy", pointer, values.ctypes.data, values.nbytes, kind)
+        self._call("cudaDeviceSynchronize")  # see `_fill`
         return pointer
+
+    def _clear_cache(self) -> None:
+        self._call("cudaMemset", self._cache, 0, self.cache_bytes)
+        self._call("cudaDeviceSynchronize")  # it is done in another stream than ours, which waits for none
 
     def _pin(self, count: int) -> tuple[Bytes, int]:
         (pointer,) = self._call("cudaHostAlloc", count, self._cuda.cudaHostAllocDefault)
@@ -916,6 +919,8 @@ def _fill(
         if not missing[part.whole]:
             del missing[part.whole]
     assert not missing, f"weights are missing: {sorted(missing)}"
+    # A copy of pageable memory returns once it has been read, not written, and the engine's stream waits for no other.
+    _checked(cuda, "cudaDeviceSynchronize", cuda.cudaDeviceSynchronize())
     uploaded.tensors.update(tensors)
 
 

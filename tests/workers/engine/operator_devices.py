@@ -143,6 +143,9 @@ class Gpu(OperatorDevice):
                 binding.bind_input(f"input_{index}", "cuda", 0, kind, list(bits.shape), upload(bits))
             for index, (blank, kind) in enumerate(zip(run.outputs, run.output_kinds, strict=True)):
                 binding.bind_output(f"output_{index}", "cuda", 0, kind, list(blank.shape), upload(blank))
+            # A copy returns once the host's memory has been read, and ONNX Runtime's stream waits for no other.
+            (error,) = runtime.cudaDeviceSynchronize()
+            assert not int(error)
             session.run_with_iobinding(binding)
             written = [(held[index], run.bits[index]) for index in run.in_place]
             for pointer, array in [*written, *zip(held[len(run.bits) :], run.outputs, strict=True)]:

@@ -81,7 +81,11 @@ class Error(enum.IntEnum):
 
 
 class PretendedCuda:
-    """`cuda.bindings.runtime` over host memory; every copy is done at once."""
+    """`cuda.bindings.runtime` over host memory.
+
+    What is done in the default stream happens when it is waited for and no sooner, as on a busy device; what is done in
+    other streams, which do not wait for it, at once.
+    """
 
     cudaError_t = Error  # noqa: N815
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)  # noqa: N815
@@ -93,6 +97,7 @@ class PretendedCuda:
         self.free_bytes = free_bytes
         self.memory: dict[int, Any] = {}
         self.objects: list[object] = []
+        self.pending: list[tuple[int, bytes]] = []
 
     def cudaMalloc(self, count: int) -> tuple[Error, int]:  # noqa: N802
         if count > 1 << 30:
@@ -111,14 +116,17 @@ class PretendedCuda:
     cudaFreeHost = cudaFree  # noqa: N815
 
     def cudaMemcpy(self, target: int, source: int, count: int, kind: int) -> tuple[Error]:  # noqa: N802
-        ctypes.memmove(target, source, count)
+        assert kind == self.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self.pending.append((target, ctypes.string_at(source, count)))
         return (Error.cudaSuccess,)
 
     def cudaMemcpyAsync(self, target: int, source: int, count: int, kind: int, stream: int) -> tuple[Error]:  # noqa: N802
-        return self.cudaMemcpy(target, source, count, kind)
+        assert not self.pending, "the memory that a step works on is still being written in another stream"
+        ctypes.memmove(target, source, count)
+        return (Error.cudaSuccess,)
 
     def cudaMemset(self, pointer: int, value: int, count: int) -> tuple[Error]:  # noqa: N802
-        ctypes.memset(pointer, value, count)
+        self.pending.append((pointer, bytes([value]) * count))
         return (Error.cudaSuccess,)
 
     def cudaMemGetInfo(self) -> tuple[Error, int, int]:  # noqa: N802
@@ -149,6 +157,9 @@ class PretendedCuda:
         return Error.cudaSuccess, thing
 
     def cudaDeviceSynchronize(self) -> tuple[Error]:  # noqa: N802
+        for target, values in self.pending:
+            ctypes.memmove(target, values, len(values))
+        self.pending.clear()
         return (Error.cudaSuccess,)
 
 

@@ -394,6 +394,7 @@ def test_the_beginnings_of_blocks_are_copied_in_every_plane(dtype: CudaType) -> 
         _, pointer = runtime.cudaMalloc(array.nbytes)
         runtime.cudaMemcpy(pointer, array.ctypes.data, array.nbytes, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
         held.append(pointer)
+    runtime.cudaDeviceSynchronize()
     operators = load_operators(DESCRIPTION, dtype)
     operators.copy_positions(
         0, int(held[0]), int(held[1]), 3, planes=planes, plane_bytes=blocks * words * 16, block_bytes=words * 16
