@@ -189,7 +189,7 @@ def test_a_gpu_engine_stands_minutes_of_mixed_load(soaked: tuple[Artifact, list[
             "cuda",
             seconds=60 * minutes(20),
             tie=3e-2,
-            sample_size=400,
+            sample_size=300,
             kv_cache_mib=kv_cache_mib,
             device_bytes=lambda: read_device(pynvml, device).memory_used_bytes,
         )
