@@ -70,6 +70,7 @@ class WorkerProcess:
         self._log: IO[bytes] = self.log_file.open("ab")
         self._log_start = self._log.tell()
         self.started_at = time.monotonic()
+        self._seen_halted_at: float | None = None
         command = [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact)]
         command += ["--parent-pid", str(os.getpid())]
         pin: dict[str, str] = {}
@@ -94,6 +95,19 @@ class WorkerProcess:
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
         return self._process.poll()
+
+    def halted_s(self) -> float:
+        """For how long it has been seen halted by a signal (SIGSTOP, Ctrl-Z). One that a debugger holds is not."""
+        try:
+            is_halted = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            is_halted = False
+        if not is_halted:
+            self._seen_halted_at = None
+            return 0.0
+        now = time.monotonic()
+        self._seen_halted_at = now if self._seen_halted_at is None else self._seen_halted_at
+        return now - self._seen_halted_at
 
     def ask_to_leave(self) -> None:
         """It drains and leaves; asked again, it hands back at once what it has."""
@@ -134,6 +148,7 @@ class _Place:
     process: WorkerProcess | None = None
     restarts: int = 0  # in this series
     failed_starts: int = 0
+    is_put_down: bool = False  # its process was halted for too long
     restart_at: float = 0.0  # monotonic seconds
 
 
@@ -200,6 +215,8 @@ class Crew:
             code = place.process.exit_code()
             if code is not None:
                 self._bury(place, code)
+            else:
+                self._put_down_if_halted(place, place.process)
         self._report_deaths()
 
     def rows(self, connection: Connection) -> list[WorkerRow]:
@@ -238,6 +255,15 @@ class Crew:
             time.sleep(0.02)
         self.kill()
 
+    def _put_down_if_halted(self, place: _Place, process: WorkerProcess) -> None:
+        """Kill what has lost all it held, and may still hold SQLite's one write lock, which nobody else can take."""
+        halted_s = process.halted_s()
+        if halted_s >= self._settings.worker.lease_s and not place.is_put_down:
+            log.warning("worker_halted", pid=process.pid, seconds=round(halted_s, 1))
+            self._note(f"the worker {process.pid} has been halted by a signal for {halted_s:.0f} s and is killed")
+            place.is_put_down = True
+            os.kill(process.pid, signal.SIGKILL)
+
     def _bury(self, place: _Place, code: int) -> None:
         assert place.process is not None
         lived_s = time.monotonic() - place.process.started_at
@@ -265,7 +291,9 @@ class Crew:
     def _forget(self, place: _Place, code: int) -> None:
         process, place.process = place.process, None
         assert process is not None
-        self._unreported.append(_Death(process.pid, code, was_stopped=self._is_stopping or code == EXIT_GPU))
+        was_stopped = self._is_stopping or place.is_put_down or code == EXIT_GPU
+        place.is_put_down = False
+        self._unreported.append(_Death(process.pid, code, was_stopped))
         process.forget()
 
     def _pids_that_got_ready(self) -> set[int] | None:

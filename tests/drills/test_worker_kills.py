@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.drills.conftest import MakeMill, Record, scaled
@@ -57,6 +58,24 @@ def test_workers_killed_where_nobody_sees_it(make_mill: MakeMill, record: Record
     mill.wait_until_done()
     assert mill.events()["leases_expired"]
     record(mill, "SIGKILL of a worker, only its leases tell")
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_workers_halted_for_ever_under_a_supervisor(make_mill: MakeMill, record: Record, database: str) -> None:
+    """At any moment, in the midst of a write too: the supervisor kills them once their leases are over."""
+    settings = {"WORKER_LEASE_S": "3"}
+    mill = make_mill(database, "embedded", settings=settings, faults=[SOON], seed=6)
+    mill.up(workers=3)
+    for _ in range(scaled(12)):
+        mill.keep_busy(2000)
+        pid = mill.pick_busy_worker()
+        mill.inject(lambda pid=pid: os.kill(pid, signal.SIGSTOP))
+        mill.wait(lambda pid=pid: not psutil.pid_exists(pid), "the end of the halted worker")
+    mill.wait_until_done()
+    assert mill.events()["worker_halted"]
+    record(mill, "SIGSTOP of a worker for ever, its supervisor sees it")
 
 
 @pytest.fixture

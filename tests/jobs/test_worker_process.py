@@ -106,6 +106,39 @@ def test_those_that_do_not_leave_are_killed(
     assert time.monotonic() - began < 50
 
 
+def test_a_halted_worker_is_killed_once_its_leases_are_over(
+    settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
+) -> None:
+    """One that goes on in time is left alone. What the other ran is not held against it."""
+    stand_in("import time; time.sleep(60)")
+    short = settings.model_copy(update={"worker": settings.worker.model_copy(update={"lease_s": 3.0})})
+    notes: list[str] = []
+    crew = crew_of(short, sqlite_database, notes, gives_up=False, count=2)
+    crew.look_after()
+    halted, other = [place.process for place in crew._places]
+    assert halted is not None
+    assert other is not None
+    for process in (halted, other):
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda process=process: process.halted_s() > 0, what="being seen halted")
+    os.kill(other.pid, signal.SIGCONT)
+    wait_until(lambda: other.halted_s() == 0, what="going on")
+    with sqlite_database.write() as connection:
+        now = sqlite_database.now()
+        transitions.register_worker(
+            connection, NewWorker(name="w", host=crew._host, pid=halted.pid, model="stories"), now
+        )
+        transitions.update_worker(connection, "w", now, status=WorkerStatus.READY)
+    reported: list[bool] = []
+    crew._report = lambda _row, death: reported.append(death.was_stopped)  # type: ignore[method-assign]
+    wait_until(lambda: crew.look_after(start=False) or reported, what="the halted one's death")
+    assert notes[0] == f"the worker {halted.pid} has been halted by a signal for 3 s and is killed"
+    assert notes[1] == "the worker died (exit code -9, SIGKILL) and is started again in 0.5 s"
+    assert reported == [True]
+    assert other.exit_code() is None
+    crew.kill()
+
+
 def test_a_worker_whose_gpu_is_sick_is_left_alone_for_longer(
     settings: Settings, sqlite_database: Database, stand_in: Callable[[str], None]
 ) -> None:
