@@ -13,6 +13,7 @@ import random
 import statistics
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -81,7 +82,7 @@ class LoadReport:
     wrong: list[str] = field(default_factory=list)
     sample: list[Answered] = field(default_factory=list)
     readings: list[tuple[float, int, int | None]] = field(default_factory=list)
-    first_token_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    first_token_s: dict[bool, array[float]] = field(default_factory=lambda: {False: array("d"), True: array("d")})
 
     @property
     def resident_growth(self) -> int:
