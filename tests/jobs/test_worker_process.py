@@ -132,7 +132,7 @@ def test_a_halted_worker_is_killed_once_its_leases_are_over(
     reported: list[bool] = []
     crew._report = lambda _row, death: reported.append(death.was_stopped)  # type: ignore[method-assign]
     wait_until(lambda: crew.look_after(start=False) or reported, what="the halted one's death")
-    assert notes[0] == f"the worker {halted.pid} has been halted by a signal for 3 s and is killed"
+    assert notes[0].startswith(f"the worker {halted.pid} has been halted by a signal for ")
     assert notes[1] == "the worker died (exit code -9, SIGKILL) and is started again in 0.5 s"
     assert reported == [True]
     assert other.exit_code() is None
