@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import pynvml
 
-from benchmarks.mixed_load import Mix, run_mixed_load
+from benchmarks.mixed_load import Mix, first_difference, run_mixed_load
 from benchmarks.workloads import QUESTIONS, Workload, make_workload
 from workers.devices import GpuError, list_devices, open_nvml, visible
 from workers.engine.cuda import CudaRunner, DeviceTensor, UploadedWeights, cuda_row_buckets, upload_weights
@@ -47,7 +47,7 @@ from workers.engine.flavour import load_libraries
 from workers.engine.paged_engine import PagedDecode, PagedEngine, PagedPrefill
 from workers.engine.request import GenerationRequest, SamplingParameters
 from workers.engine.scheduler import interactive_slots
-from workers.models.artifact import load_artifact
+from workers.models.artifact import Artifact, load_artifact
 from workers.models.cuda_graph import artifact_entries, stored_weights, weight_shapes
 from workers.models.description import Llama3Scaling, ModelDescription
 from workers.models.rope import rotary_tables
@@ -157,8 +157,13 @@ def random_weights(model: ModelDescription, rotary_length: int) -> tuple[dict[st
     return {name: DeviceTensor(tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in kept.items()}, kept
 
 
-def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> dict[str, Any]:
-    """Submit everything at once and wait for the last answer. The engine's stop tokens are those of the workload."""
+def run_workload(
+    engine: PagedEngine, workload: Workload, **sampling: Any
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """Submit everything at once and wait for the last answer. Returns figures, and the answers.
+
+    The engine's stop tokens are those of the workload.
+    """
     requests = [
         GenerationRequest(prompt, SamplingParameters(new, ignore_eos=not workload.stop_token_ids, **sampling))
         for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
@@ -167,10 +172,10 @@ def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> di
     futures = [engine.submit(request) for request in requests]
     completions = [future.result() for future in futures]
     seconds = time.perf_counter() - start
-    answers = [list(completion.completion_token_ids) for completion in completions]
+    answers = [completion.completion_token_ids for completion in completions]
     workload.check(answers)
     made = sum(map(len, answers))
-    return {
+    figures = {
         "seconds": round(seconds, 4),
         "requests_per_s": round(len(requests) / seconds, 2),
         "new_tokens_per_s": round(made / seconds),
@@ -178,7 +183,8 @@ def run_workload(engine: PagedEngine, workload: Workload, **sampling: Any) -> di
         "first_token_s_median": round(
             statistics.median(completion.times.wait_s + completion.times.prefill_s for completion in completions), 4
         ),
-    } | ({"answers": answers} if workload.stop_token_ids else {})
+    }
+    return figures, answers
 
 
 def summarize(steps: list[list[Any]], seconds: float) -> dict[str, Any]:
@@ -206,14 +212,15 @@ def summarize(steps: list[list[Any]], seconds: float) -> dict[str, Any]:
     }
 
 
-def run_path(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """W5: a worker of the same rows and context, started as `promptmill up` starts it."""
+def run_path(given: argparse.Namespace, artifact: Artifact | None, folder: Path) -> dict[str, Any]:
+    """W5: a worker of the same rows and context, started as `promptmill up` starts it.
+
+    folder: where an artifact of random weights is written if none is given.
+    """
     from benchmarks.path import PathBench
     from benchmarks.random_artifact import write_random_artifact
 
-    if given.artifact:
-        artifact = load_artifact(given.artifact, check_digests=False)
-    else:
+    if artifact is None:
         artifact = write_random_artifact(folder, given.shape, SHAPES[given.shape], max(given.context_length, 4096))
     engine = {
         "flavour": "cuda",
@@ -392,12 +399,13 @@ def _best_of_peer(peer: dict[str, Any] | None, name: str) -> float | None:
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, int]:
     """How many answers are the same, and how many tokens come before the first difference of each."""
-    same = [one == other for one, other in zip(ours, theirs, strict=True)]
-    before = 0
-    for one, other in zip(ours, theirs, strict=True):
-        pairs = enumerate(zip(one, other, strict=False))
-        before += next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-    return {"answers": len(same), "same": sum(same), "tokens": sum(map(len, theirs)), "same_tokens": before}
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        "answers": len(pairs),
+        "same": sum(list(one) == list(other) for one, other in pairs),
+        "tokens": sum(map(len, theirs)),
+        "same_tokens": sum(first_difference(one, other) for one, other in pairs),
+    }
 
 
 def read_peer(path: Path) -> dict[str, Any]:
@@ -514,10 +522,9 @@ def main(arguments: list[str]) -> None:
         for name in given.workloads:
             if name == "W5":
                 continue
+            runner.is_traced = name != "mixed"  # a note of each of its steps would be all that grows
             if name == "mixed":
-                runner.is_traced = False  # a note of each step would be all that grows
                 run = run_mixed(engine, given, model.vocab_size, watch)
-                runner.is_traced = True
                 results[name] = {"best": run["requests_per_s"], "runs": [run]}
                 print(f"{given.label} {name} for {given.minutes:g} minutes: {json.dumps(run)}", flush=True)
                 continue
@@ -527,10 +534,9 @@ def main(arguments: list[str]) -> None:
                 sampling = {"temperature": 0.8, "top_p": 0.95} if name.endswith("-sampled") else {}
                 runner.trace.steps.clear()
                 _ = watch and watch.mean()
-                run = run_workload(engine, workload, **sampling)
-                answers = run.pop("answers", None)
+                run, answers = run_workload(engine, workload, **sampling)
                 theirs = peer["results"].get(name, []) if peer else []
-                if answers is not None and turn < len(theirs):
+                if turn < len(theirs) and "answers" in theirs[turn]:
                     run["beside_peer"] = agreement(answers, theirs[turn]["answers"])
                 run |= {"steps": summarize(runner.trace.steps, run["seconds"]), "device": watch and watch.mean()}
                 run["preemptions"] = engine._preemptions
@@ -552,7 +558,7 @@ def main(arguments: list[str]) -> None:
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
         with tempfile.TemporaryDirectory(prefix="pmg") as folder:
-            results["W5"] = run_path(given, Path(folder))
+            results["W5"] = run_path(given, artifact, Path(folder))
         if "W1" in results:
             report["w5_of_w1"] = round(results["W5"]["best"] / results["W1"]["best"], 3)
             print(f"the whole path is {report['w5_of_w1']} of the engine alone", flush=True)

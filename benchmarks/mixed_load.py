@@ -362,13 +362,18 @@ def compare_alone(
     return agreement
 
 
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+
+
 def _compare(
     answered: Answered, again: Completion, stop_token_ids: Sequence[int], tie: float, agreement: Agreement
 ) -> None:
     request, completion = answered.request, answered.completion
     ours, theirs = completion.completion_token_ids, again.completion_token_ids
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    parting = next((place for place, (one, other) in pairs if one != other), len(ours))
+    parting = first_difference(ours, theirs)
     agreement.answers += 1
     agreement.tokens += parting
     if completion.logprobs is not None and again.logprobs is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Workload:
     new_tokens: list[int]
     stop_token_ids: tuple[int, ...] = ()
 
-    def check(self, answers: list[list[int]]) -> None:
+    def check(self, answers: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError where an answer is longer than it may be, or shorter without a reason."""
         for answer, most in zip(answers, self.new_tokens, strict=True):
             assert len(answer) == most or (self.stop_token_ids and len(answer) < most), f"{len(answer)} of {most}"
@@ -87,9 +88,8 @@ def _questions(artifact: Artifact, seed: int, rng: random.Random) -> Workload:
         prompts.append(
             tokenizer.encode_chat([{"role": "system", "content": context}, {"role": "user", "content": question}])
         )
-    longest = max(map(len, prompts))
     return Workload(
-        f"{_ASKED} questions ({min(map(len, prompts))}-{longest} prompt, up to {_LONGEST_ANSWER} new)",
+        f"{_ASKED} questions ({min(map(len, prompts))}-{max(map(len, prompts))} prompt, up to {_LONGEST_ANSWER} new)",
         prompts,
         [_LONGEST_ANSWER] * _ASKED,
         artifact.tokenizer.stop_token_ids,

@@ -70,6 +70,7 @@ class WorkerProcess:
         self._log: IO[bytes] = self.log_file.open("ab")
         self._log_start = self._log.tell()
         self.started_at = time.monotonic()
+        self.was_put_down = False
         self._seen_halted_at: float | None = None
         command = [sys.executable, "-m", "workers", "worker", "--artifact", str(artifact)]
         command += ["--parent-pid", str(os.getpid())]
@@ -119,6 +120,11 @@ class WorkerProcess:
             self._process.kill()
         self._process.wait()
 
+    def put_down(self) -> None:
+        """Kill it for no fault of what it runs, and do not wait for its end."""
+        self.was_put_down = True
+        self._process.kill()
+
     def stop(self, patience_s: float) -> None:
         """Ask it to leave; kill it when that takes longer than `patience_s`."""
         self.ask_to_leave()
@@ -148,7 +154,6 @@ class _Place:
     process: WorkerProcess | None = None
     restarts: int = 0  # in this series
     failed_starts: int = 0
-    is_put_down: bool = False  # its process was halted for too long
     restart_at: float = 0.0  # monotonic seconds
 
 
@@ -216,7 +221,7 @@ class Crew:
             if code is not None:
                 self._bury(place, code)
             else:
-                self._put_down_if_halted(place, place.process)
+                self._put_down_if_halted(place.process)
         self._report_deaths()
 
     def rows(self, connection: Connection) -> list[WorkerRow]:
@@ -255,14 +260,13 @@ class Crew:
             time.sleep(0.02)
         self.kill()
 
-    def _put_down_if_halted(self, place: _Place, process: WorkerProcess) -> None:
+    def _put_down_if_halted(self, process: WorkerProcess) -> None:
         """Kill what has lost all it held, and may still hold SQLite's one write lock, which nobody else can take."""
         halted_s = process.halted_s()
-        if halted_s >= self._settings.worker.lease_s and not place.is_put_down:
+        if halted_s >= self._settings.worker.lease_s and not process.was_put_down:
             log.warning("worker_halted", pid=process.pid, seconds=round(halted_s, 1))
             self._note(f"the worker {process.pid} has been halted by a signal for {halted_s:.0f} s and is killed")
-            place.is_put_down = True
-            os.kill(process.pid, signal.SIGKILL)
+            process.put_down()
 
     def _bury(self, place: _Place, code: int) -> None:
         assert place.process is not None
@@ -291,8 +295,7 @@ class Crew:
     def _forget(self, place: _Place, code: int) -> None:
         process, place.process = place.process, None
         assert process is not None
-        was_stopped = self._is_stopping or place.is_put_down or code == EXIT_GPU
-        place.is_put_down = False
+        was_stopped = self._is_stopping or process.was_put_down or code == EXIT_GPU
         self._unreported.append(_Death(process.pid, code, was_stopped))
         process.forget()
 

@@ -1,4 +1,7 @@
-"""What the benchmark of a GPU is made of: its figures, its workloads, its peer. The run itself needs the GPU."""
+"""What the benchmark of a GPU is made of: its figures, its workloads, its peer.
+
+A run on a pretended device: tests/workers/engine/test_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from benchmarks.gpu import agreement, figures_of
 from benchmarks.gpu_peer import write_checkpoint
 from benchmarks.workloads import make_workload
 from tests.checkpoints import DESCRIPTION, byte_level_tokenizer, random_weights, save_huggingface
+from workers.models.artifact import Artifact
 from workers.models.checkpoint import open_checkpoint
 from workers.models.convert import convert
 from workers.tokenizer import Tokenizer
@@ -53,10 +57,15 @@ def test_answers_agree_up_to_their_first_difference() -> None:
     assert found == {"answers": 4, "same": 2, "tokens": 7, "same_tokens": 5}
 
 
-def test_the_peer_is_given_the_weights_of_an_artifact(tmp_path: Path) -> None:
-    """What is written is read back as the checkpoint that the artifact was made of, in float16."""
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    """Of the checkpoint in the folder `model`."""
     save_huggingface(tmp_path / "model", DESCRIPTION, random_weights(DESCRIPTION))
-    artifact = convert(str(tmp_path / "model"), tmp_path / "artifact", dtype="float16", cache=tmp_path)
+    return convert(str(tmp_path / "model"), tmp_path / "artifact", dtype="float16", cache=tmp_path)
+
+
+def test_the_peer_is_given_the_weights_of_an_artifact(artifact: Artifact, tmp_path: Path) -> None:
+    """What is written is read back as the checkpoint that the artifact was made of, in float16."""
     (tmp_path / "peer").mkdir()
     write_checkpoint(artifact, tmp_path / "peer")
     byte_level_tokenizer().save(str(tmp_path / "peer" / "tokenizer.json"))
@@ -66,9 +75,7 @@ def test_the_peer_is_given_the_weights_of_an_artifact(tmp_path: Path) -> None:
         np.testing.assert_array_equal(written.tensor(name), original.tensor(name).astype(np.float16), err_msg=name)
 
 
-def test_questions_are_asked_in_the_words_of_the_model(tmp_path: Path) -> None:
-    save_huggingface(tmp_path / "model", DESCRIPTION, random_weights(DESCRIPTION))
-    artifact = convert(str(tmp_path / "model"), tmp_path / "artifact", dtype="float16", cache=tmp_path)
+def test_questions_are_asked_in_the_words_of_the_model(artifact: Artifact) -> None:
     work, other = (make_workload("questions", artifact.description, seed, artifact) for seed in (1, 2))
     assert len(work.prompts) == len(work.new_tokens) == 2048
     assert work.stop_token_ids == artifact.tokenizer.stop_token_ids

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.mixed_load import first_difference
 from jobs.settings import EngineSettings
 from tests.shared_data import stories_folder
 from tests.workers.engine.halves import DECODE, ENCODE
@@ -152,15 +153,10 @@ def ask(engine: AnyEngine, prompts: Sequence[Sequence[int]], **sampling: Any) ->
     return [future.result(WAIT_S) for future in futures]
 
 
-def agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens up to the first difference."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def share_agreeing(ones: Sequence[Completion], others: Sequence[Completion], name: str) -> float:
     same = total = 0
     for one, other in zip(ones, others, strict=True):
-        same += agreement(one.completion_token_ids, other.completion_token_ids)
+        same += first_difference(one.completion_token_ids, other.completion_token_ids)
         total += min(len(one.completion_token_ids), len(other.completion_token_ids))
     print(f"{name}: {same} of {total} tokens before a first difference")
     return same / total
@@ -171,7 +167,7 @@ def largest_gap(ones: Sequence[Completion], others: Sequence[Completion]) -> flo
     gaps = [0.0]
     for one, other in zip(ones, others, strict=True):
         assert one.logprobs is not None and other.logprobs is not None
-        same = agreement(one.completion_token_ids, other.completion_token_ids)
+        same = first_difference(one.completion_token_ids, other.completion_token_ids)
         pairs = list(zip(one.logprobs, other.logprobs, strict=False))[:same]
         gaps += [abs(a.logprob - b.logprob) for a, b in pairs]
     return max(gaps)
@@ -194,7 +190,7 @@ def test_stories_are_told_on_the_device_as_in_float32(
         for case in stories.cases:
             wanted = case["completion_token_ids"]
             (answer,) = ask(engine, [case["prompt_token_ids"]], max_tokens=max(1, len(wanted)), logprobs=1)
-            agreeing = agreement(answer.completion_token_ids, wanted)
+            agreeing = first_difference(answer.completion_token_ids, wanted)
             assert answer.logprobs is not None
             for entry, logprob in list(zip(answer.logprobs, case["logprobs"], strict=False))[:agreeing]:
                 worst = max(worst, abs(entry.logprob - logprob))

@@ -32,6 +32,7 @@ from benchmarks.mixed_load import (
     run_mixed_load,
     wrong_form,
 )
+from benchmarks.workloads import EXAMPLES
 from jobs.settings import EngineSettings
 from tests.shared_data import stories_folder
 from tests.workers.engine.fake_paged_runner import FakePagedRunner
@@ -53,7 +54,6 @@ from workers.models.artifact import Artifact, kv_bytes_per_token, load_artifact
 from workers.models.convert import convert
 from workers.tokenizer import Tokenizer
 
-HANDBOOK = Path(__file__).parents[3] / "examples" / "handbook.md"
 CONTEXT = 512
 ROWS = 32
 MIX = Mix([], longest_prompt=400, longest_answer=100)
@@ -126,7 +126,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, list[int
     folder = os.environ.get("SMOLLM2_ARTIFACT")
     if folder:
         artifact = load_artifact(Path(folder), check_digests=False)
-        return artifact, Tokenizer(artifact).encode(HANDBOOK.read_text())
+        return artifact, Tokenizer(artifact).encode((EXAMPLES / "handbook.md").read_text())
     place = tmp_path_factory.mktemp("soaked")
     artifact = convert(str(stories_folder()), place / "stories", dtype="float32", cache=place)
     cases = [json.loads(line) for line in (stories_folder() / "greedy.jsonl").read_text().splitlines()]
