@@ -98,7 +98,7 @@ class WorkerProcess:
         return self._process.poll()
 
     def halted_s(self) -> float:
-        """For how long it has been seen halted by a signal (SIGSTOP, Ctrl-Z). One that a debugger holds is not."""
+        """For how long it has been seen halted by a signal, as SIGSTOP does. One that a debugger holds is not."""
         try:
             is_halted = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         except psutil.Error:
