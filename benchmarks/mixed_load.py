@@ -33,7 +33,8 @@ from workers.engine.request import (
     TokenLogprobs,
 )
 
-# As many alternatives as the engines report: so many candidates of a draw can be told afterwards.
+# As many alternatives as the engines report. A draw from half as many can be judged afterwards: arithmetic may exchange
+# its last candidates for the next ones.
 MOST_CANDIDATES = 20
 _PHASE_S = 4.0
 # How often the rate is raised while it should fill the engine and does not, and by how much.
@@ -152,7 +153,7 @@ def make_sampling(mix: Mix, rng: random.Random) -> SamplingParameters:
     if rng.random() < 0.5:
         values |= {
             "temperature": rng.choice((0.7, 1.0)),
-            "top_k": rng.choice((0, 5, 20)),
+            "top_k": rng.choice((0, 5, MOST_CANDIDATES // 2)),
             "top_p": rng.choice((1.0, 0.9)),
         }
     if rng.random() < 0.15:
@@ -283,8 +284,8 @@ class _MixedLoad:
         if len(waits) < 100_000:
             waits.append(times.wait_s + times.prefill_s)
         report.wrong += wrong_form(request, heard, completion, self._engine.context_length)
-        if request.sampling.temperature and not request.sampling.top_k:
-            return  # what such a draw was near to cannot be told from twenty candidates
+        if request.sampling.temperature and not 0 < request.sampling.top_k <= MOST_CANDIDATES // 2:
+            return  # what such a draw was near to cannot be told from the candidates reported
         self._eligible += 1
         if len(report.sample) < self._sample_size:
             report.sample.append(Answered(request, completion))
@@ -404,7 +405,8 @@ def _compare(
 def is_near_tie(entry: TokenLogprobs, token_id: int, sampling: SamplingParameters, position: int, tie: float) -> bool:
     """Whether arithmetic alone, by so much, may have taken `token_id` in place of an entry's token.
 
-    entry: with its alternatives. Either both are as likely, or both are as near to the number drawn for the position.
+    entry: with its alternatives, of a draw at least one more than its top k. Either both are as likely, or the number
+    drawn for the position was as near to a place that the token may have had.
     """
     likely = dict(entry.top)
     if token_id not in likely:
@@ -414,9 +416,10 @@ def is_near_tie(entry: TokenLogprobs, token_id: int, sampling: SamplingParameter
     if sampling.temperature <= 0.0 or sampling.top_k == 1:
         return False
     uniform = float(np.random.Generator(np.random.Philox(key=sampling.seed)).random(position + 1)[position])
-    candidates = list(likely)[: sampling.top_k]
-    logprobs = np.array([likely[candidate] for candidate in candidates])
-    weights = np.exp((logprobs - logprobs[0]) / sampling.temperature)
+    logprobs = np.array(list(likely.values()))
+    # Arithmetic may have given the token the place of any that is as likely: that of the last of the top k, too.
+    places = np.flatnonzero(np.abs(logprobs - likely[token_id]) <= tie)
+    weights = np.exp((logprobs[: sampling.top_k] - logprobs[0]) / sampling.temperature)
     ends = np.cumsum(weights) / weights.sum()
     slack = tie / sampling.temperature
     # The end of the nucleus may itself be a near one.
@@ -428,11 +431,10 @@ def is_near_tie(entry: TokenLogprobs, token_id: int, sampling: SamplingParameter
             )
             + 1
         )
-    place = candidates.index(token_id) if token_id in candidates else ends.size
     for count in nuclei:
-        if place < count:
-            shares = ends[:count] / ends[count - 1]
-            begin = shares[place - 1] if place else 0.0
-            if begin - slack <= uniform <= shares[place] + slack:
-                return True
+        shares = ends[:count] / ends[count - 1]
+        begins = np.concatenate([[0.0], shares[:-1]])
+        near = (begins - slack <= uniform) & (uniform <= shares + slack)
+        if near[places[places < count]].any():
+            return True
     return False

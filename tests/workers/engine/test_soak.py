@@ -213,12 +213,14 @@ def test_a_greedy_choice_is_a_near_tie_only_where_both_were_as_likely() -> None:
     assert not is_near_tie(entry_of(0.4, 0.399, 0.1), 7, greedy, 0, 0.01), "a token that is no candidate"
 
 
+def seed_for(low: float, high: float) -> int:
+    """A seed whose first number falls between these two."""
+    draws = ((seed, np.random.Generator(np.random.Philox(key=seed)).random()) for seed in range(100_000))
+    return next(seed for seed, draw in draws if low < draw < high)
+
+
 def test_a_draw_is_a_near_tie_only_where_its_number_was_near_to_the_border() -> None:
     # Four candidates; the seed whose first number falls just below the border between the second and the third.
-    def seed_for(low: float, high: float) -> int:
-        draws = ((seed, np.random.Generator(np.random.Philox(key=seed)).random()) for seed in range(100_000))
-        return next(seed for seed, draw in draws if low < draw < high)
-
     entry = entry_of(0.5, 0.25, 0.15, 0.1, taken=1)
     border = SamplingParameters(5, temperature=1.0, top_k=4, seed=seed_for(0.745, 0.75))
     middle = SamplingParameters(5, temperature=1.0, top_k=4, seed=seed_for(0.62, 0.63))
@@ -229,6 +231,21 @@ def test_a_draw_is_a_near_tie_only_where_its_number_was_near_to_the_border() -> 
     nucleus = SamplingParameters(5, temperature=1.0, top_k=4, top_p=0.75, seed=seed_for(0.9, 0.91))
     assert is_near_tie(entry, 2, nucleus, 0, 0.01)
     assert not is_near_tie(entry, 3, nucleus, 0, 0.01)
+
+
+def test_a_draw_may_have_taken_a_token_in_the_place_of_one_as_likely() -> None:
+    # Three candidates that end at 0.625, 0.875 and 1; a fourth token is as likely as the third.
+    entry = entry_of(0.5, 0.2, 0.1, 0.0995, 0.05, taken=1)
+    border = SamplingParameters(5, temperature=1.0, top_k=3, seed=seed_for(0.871, 0.875))
+    middle = SamplingParameters(5, temperature=1.0, top_k=3, seed=seed_for(0.7, 0.8))
+    assert is_near_tie(entry, 3, border, 0, 0.01)
+    assert not is_near_tie(entry, 3, middle, 0, 0.01)
+    assert not is_near_tie(entry, 4, border, 0, 0.01)
+    # Of two as likely the last to come may be either: here the first of them ends where the third begins.
+    either = entry_of(0.4, 0.2, 0.1995, 0.15, taken=3)
+    border = SamplingParameters(5, temperature=1.0, top_k=4, seed=seed_for(0.837, 0.842))
+    assert is_near_tie(either, 1, border, 0, 0.01)
+    assert not is_near_tie(either, 0, border, 0, 0.01)
 
 
 def completion_of(token_ids: Sequence[int], logprob: float, reason: FinishReason = FinishReason.LENGTH) -> Completion:
