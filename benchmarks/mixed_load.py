@@ -413,7 +413,7 @@ def is_near_tie(entry: TokenLogprobs, token_id: int, sampling: SamplingParameter
         return False
     if abs(entry.logprob - likely[token_id]) <= tie:
         return True
-    if sampling.temperature <= 0.0 or sampling.top_k == 1:
+    if sampling.is_greedy:
         return False
     uniform = float(np.random.Generator(np.random.Philox(key=sampling.seed)).random(position + 1)[position])
     logprobs = np.array(list(likely.values()))

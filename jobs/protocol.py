@@ -241,7 +241,7 @@ class GenerationBody(_Model):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -806,6 +806,16 @@ def token_out_of_vocabulary(token_id: int, vocabulary_size: int, param: str) -> 
     return InvalidRequest(
         f"{param} has token id {token_id} and the model's vocabulary ends at {vocabulary_size - 1}; "
         "take ids of this model's tokenizer",
+        code="token_out_of_vocabulary",
+        param=param,
+    )
+
+
+def text_out_of_vocabulary(text: str, token_id: int, vocabulary_size: int, param: str) -> InvalidRequest:
+    """A text that the tokenizer has a token for and the model has not."""
+    return InvalidRequest(
+        f"{param} contains {show(text)}, to the tokenizer token id {token_id}, and the model's vocabulary ends at "
+        f"{vocabulary_size - 1}; leave that text out, or convert a checkpoint whose model has the token",
         code="token_out_of_vocabulary",
         param=param,
     )

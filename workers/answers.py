@@ -128,9 +128,6 @@ def _read(claimed: ClaimedRequest, prefix: str, tokenizer: Tokenizer, served: Se
     assert isinstance(body, CompletionBody)
     if isinstance(body.prompt, str):
         return _Prompt(body, body.prompt, wants_bos=True)
-    for token_id in body.prompt:
-        if token_id >= served.vocab_size:
-            raise protocol.token_out_of_vocabulary(token_id, served.vocab_size, "prompt")
     return _Prompt(body, None, token_ids=body.prompt)
 
 
@@ -145,8 +142,16 @@ def _ask(
     """What the engine is asked for one request. Raises InvalidRequest."""
     body, tokens = prompt.body, len(prompt.token_ids)
     wanted = body.sampling()
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
     if not tokens:
-        raise protocol.empty_prompt("messages" if isinstance(body, ChatBody) else "prompt")
+        raise protocol.empty_prompt(param)
+    if max(prompt.token_ids) >= served.vocab_size:
+        beyond = next(token_id for token_id in prompt.token_ids if token_id >= served.vocab_size)
+        if prompt.text is None:
+            raise protocol.token_out_of_vocabulary(beyond, served.vocab_size, param)
+        # Checkpoints are to be had whose tokenizer was given tokens, and whose embedding was given none.
+        text = tokenizer.token_bytes(beyond).decode("utf-8", "replace")
+        raise protocol.text_out_of_vocabulary(text, beyond, served.vocab_size, param)
     if tokens >= served.context_length:
         raise protocol.context_length_exceeded(tokens, served.context_length, longest=served.longest_context)
     room = served.context_length - tokens

@@ -230,6 +230,26 @@ class Choking(Tokenizer):
         return super().encode_many(texts, add_bos=add_bos)
 
 
+def test_a_text_whose_token_the_model_has_not_fails_alone(database: Database, make_context: MakeContext) -> None:
+    """A tokenizer may have been given tokens, [PAD] for one, for which the embedding was given no rows."""
+    context = make_context()
+    last = max(context.tokenizer.encode("Tell me"))
+    context = replace(context, served=replace(context.served, vocab_size=last))
+    text = context.tokenizer.token_bytes(last).decode()
+    bodies = [GREEDY, f'{{"prompt":[{last}],"max_tokens":4}}', '{"prompt":"' + "Te" + '","max_tokens":4}']
+    batch_id, ids = make_batch(database, "batch_1", bodies)
+    run_requests(context, ids)
+    assert [code for _, _, code in responses(database, batch_id)] == ["token_out_of_vocabulary"] * 2 + [None]
+    messages = [row.error_message for row in queries.results_in_order(database, batch_id)]
+    assert messages[0] == (
+        f'prompt contains "{text}", to the tokenizer token id {last}, and the model\'s vocabulary ends at {last - 1}; '
+        "leave that text out, or convert a checkpoint whose model has the token"
+    )
+    assert messages[1] == (
+        f"prompt has token id {last} and the model's vocabulary ends at {last - 1}; take ids of this model's tokenizer"
+    )
+
+
 def test_a_text_that_cannot_be_tokenized_fails_alone(
     database: Database, make_context: MakeContext, artifact: Artifact
 ) -> None:

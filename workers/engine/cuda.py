@@ -331,14 +331,15 @@ class CudaRunner:
         if self._ring_at + indices.size > 2 * self.max_rows:
             self._ring_at = 0
         first = 2 * self.max_rows + self._ring_at
-        self._ring_at += count
         next_ids = self._pool + first * 8
         self._bind_output(binding, "next_ids", TensorProto.INT64, indices.shape, next_ids)
         self._bind_output(binding, "logits", self._kind, (indices.size, self.vocab_size), lane.logits)
         self._bind_output(binding, "fed_ids", TensorProto.INT64, (tokens,), lane.fed_ids)
         self._copy_in(lane, lane.control, slot.control_pointer, packer.end)
         lane.decoders[self._prompt_kind].run_with_iobinding(binding, self._options(_EAGER))
-        return self._finish(lane, slot, call.sampling, first, count)
+        ticket = self._finish(lane, slot, call.sampling, first, count)
+        self._ring_at += count  # a launch that fails takes no place of the ring: its rows end
+        return ticket
 
     def decode(self, call: PagedDecode) -> CudaTicket:
         """Compute one token for each row, replaying the bucket's graph."""
@@ -798,12 +799,15 @@ class CudaRunner:
         if wanted_bytes <= lane.slots[0].sampling.nbytes:
             return
         self._call("cudaStreamSynchronize", lane.stream)
+        # One after the other, and each is there before the old one goes: where memory is refused the step fails, and
+        # what all slots have stays in use.
+        larger = self._allocate(2 * wanted_bytes)
         self._free(lane.sampling)
-        lane.sampling = self._allocate(2 * wanted_bytes)
-        for slot in lane.slots:
-            self._pinned_memory.remove(slot.sampling_pointer)
-            self._call("cudaFreeHost", slot.sampling_pointer)
-            slot.sampling, slot.sampling_pointer = self._pin(2 * wanted_bytes)
+        lane.sampling = larger
+        for slot in reversed(lane.slots):
+            pinned = self._pin(2 * wanted_bytes)
+            self._unpin(slot.sampling_pointer)
+            slot.sampling, slot.sampling_pointer = pinned
 
     def _copy_in(self, lane: _Lane, target: int, source: int, count: int) -> None:
         self._call(
@@ -841,6 +845,10 @@ class CudaRunner:
         memory = np.frombuffer(memoryview((ctypes.c_uint8 * count).from_address(int(pointer))), dtype=np.uint8)
         memory[:] = 0
         return memory, int(pointer)
+
+    def _unpin(self, pointer: int) -> None:
+        self._pinned_memory.remove(pointer)
+        self._call("cudaFreeHost", pointer)
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         return _checked(self._cuda, name, getattr(self._cuda, name)(*arguments))

@@ -128,18 +128,25 @@ class Engine(StepLoop[_Row]):
         if not self._waiting or not self._cache.free_count:
             return
         passed_over: deque[_Row] = deque()
+        try:
+            self._fill_slots(passed_over)
+        finally:
+            self._waiting.extendleft(reversed(passed_over))
+
+    def _fill_slots(self, passed_over: deque[_Row]) -> None:
+        """Admit waiting rows. Adds to `passed_over`: see `_admit`."""
         looks = self._runner.slots * _LOOKAHEAD_PER_SLOT
         while self._waiting and self._cache.free_count and looks:
             looks -= 1
             if not self._waiting[0].request.is_interactive and self._bulk_rows() >= self.max_batch_size:
-                break  # what comes behind it is no interactive request either
-            row = self._waiting.popleft()
+                return  # what comes behind it is no interactive request either
+            row = self._waiting[0]  # it stays there until it is admitted, so that no error can lose it
             source, cached = self._cache.longest_prefix(row.prompt) if self._prefix_reuse else (None, 0)
             cached = min(cached, len(row.prompt) - MIN_LAST_TOKENS)
             if cached < MIN_REUSED_TOKENS:
                 source, cached = None, 0
             if self._prefix_reuse and waits_for_prefix(row.prompt, cached, self._being_computed()):
-                passed_over.append(row)
+                passed_over.append(self._waiting.popleft())
                 continue
             below = bucket_for(len(self._rows) + 1, self._buckets)
             slot = self._cache.take(source, below)
@@ -151,8 +158,7 @@ class Engine(StepLoop[_Row]):
                 self._cache.note_copy(source, slot, cached)
                 self._cache.touch(source)
             row.slot, row.cached, row.admitted_at = slot, cached, time.monotonic()
-            self._rows.append(row)
-        self._waiting.extendleft(reversed(passed_over))
+            self._rows.append(self._waiting.popleft())
 
     def _bulk_rows(self) -> int:
         return sum(not row.request.is_interactive for row in self._rows)

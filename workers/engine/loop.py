@@ -151,7 +151,7 @@ class StepLoop(ABC, Generic[RowT]):
         except BaseException as failure:
             with self._wake:
                 self._closing = True
-            self._tear_down()
+            self._end()
             self._started.set_exception(failure)
             return
         self._started.set_result(None)
@@ -168,8 +168,16 @@ class StepLoop(ABC, Generic[RowT]):
             self._closing = True
             self._waiting.extend(self._inbox)
             self._inbox.clear()
-        self._fail_all(error)
-        self._tear_down()
+        try:
+            self._fail_all(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self._tear_down()
+        except Exception as mistake:  # whoever waits is to hear of what came before it
+            log.error("engine_not_torn_down", exc_info=mistake)
 
     def _loop(self) -> None:
         while True:
@@ -208,18 +216,26 @@ class StepLoop(ABC, Generic[RowT]):
                 decode_s=now - row.first_token_at,
             ),
         )
-        self._release(row)
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_result(completion)
+        try:
+            self._release(row)
+        finally:
+            if row.future.set_running_or_notify_cancel():
+                row.future.set_result(completion)
 
     def _fail(self, row: RowT, error: Exception) -> None:
-        self._release(row)
-        if row.future.set_running_or_notify_cancel():
-            row.future.set_exception(error)
+        try:
+            self._release(row)
+        finally:
+            if row.future.set_running_or_notify_cancel():
+                row.future.set_exception(error)
 
     def _fail_all(self, error: Exception) -> None:
-        for row in [*self._admitted(), *self._waiting]:
-            self._fail(row, error)
+        # What broke the engine may have left a row half admitted: in both places, or not to be released.
+        for row in dict.fromkeys([*self._admitted(), *self._waiting]):
+            try:
+                self._fail(row, error)
+            except Exception as mistake:
+                log.error("row_not_released", exc_info=mistake)
         self._waiting.clear()
 
 

@@ -257,7 +257,7 @@ class _Places:
         place = self.free.pop()
         sampling = row.request.sampling
         extras = _wants_extras(sampling)
-        is_greedy = _is_greedy(sampling)
+        is_greedy = sampling.is_greedy
         answered = len(row.answered)
         row.place = place
         self.rows[place] = row
@@ -274,7 +274,7 @@ class _Places:
         self.is_plain[place] = is_greedy and not extras
         self.wants_extras[place] = extras
         self.inverse_temperature[place] = 1.0 if is_greedy else 1.0 / sampling.temperature
-        self.top_k[place] = 1 if is_greedy else sampling.top_k or self.vocab_size
+        self.top_k[place] = 1 if is_greedy else min(sampling.top_k or self.vocab_size, self.vocab_size)
         self.top_p[place] = sampling.top_p
         self.uniforms_from[place] = -1
         return place
@@ -485,32 +485,31 @@ class PagedEngine(StepLoop[_Row]):
         takes_turns = False
         looks = self.max_batch_size * _LOOKAHEAD_PER_ROW
         while self._waiting and self._places.free and looks:
-            row = self._waiting.popleft()
+            row = self._waiting[0]
             is_interactive = row.request.is_interactive
             if not is_interactive and (holds_bulk or self._bulk_places() <= 0):
-                self._waiting.appendleft(row)  # what comes behind it is no interactive request either
-                return
+                return  # what comes behind it is no interactive request either
             is_first = is_interactive and self._goes_first(row)
             if is_interactive and not is_first and self._is_turn_of_bulk and self._bulk_waits():
                 takes_turns = True
-                passed_over.append(row)
+                passed_over.append(self._waiting.popleft())
                 continue
             looks -= 1
             beginning = self._find_beginning(row)
             if beginning is None:
-                passed_over.append(row)
+                passed_over.append(self._waiting.popleft())
                 continue
             shared, tail, length = beginning
             if tail is not None and not self._fits(row, shared, held=(tail.block,)):
                 tail = None
             if tail is None and not self._fits(row, shared):
-                self._waiting.appendleft(row)
                 if is_first and self._make_way(row, shared):
                     continue
                 return
             if tail is not None:
                 self._pool.hold(tail.block)  # until it is copied, or taking blocks could forget it
             self._seat(row, shared, copied=length if tail is not None else 0)
+            self._waiting.popleft()
             if tail is not None:
                 copies.append(BlockCopy(tail.block, row.blocks[len(shared)], length))
                 copying.append(row)
@@ -539,7 +538,13 @@ class PagedEngine(StepLoop[_Row]):
         return bool(self._waiting) and not self._waiting[-1].request.is_interactive  # interactive ones come first
 
     def _goes_first(self, row: _Row) -> bool:
+        """See `goes_first`; nor where a bulk request waits that would not fit beside it, and none runs."""
         places = self._places
+        if self._running == self._interactive_running and self._bulk_waits():
+            oldest = next(other for other in self._waiting if not other.request.is_interactive)
+            room = self._pool.available - self._growth()
+            if self._expected_blocks(oldest) + self._expected_blocks(row) > room:
+                return False
         held = np.maximum(places.block_counts, places.expected_blocks)[places.is_interactive]
         return goes_first(
             rows=self._interactive_running,
@@ -602,9 +607,8 @@ class PagedEngine(StepLoop[_Row]):
         return (tail, length) if length >= self._least_copied_tokens else (None, 0)
 
     def _waits_for_room(self) -> bool:
-        """A dry run of admission that ignores prefixes: see `holds_admission`."""
-        decoding = int(np.count_nonzero(self._places.is_ready))
-        if not decoding:
+        """A dry run of admission that ignores prefixes: see `holds_admission`. Only bulk rows make room for others."""
+        if not bool((self._places.is_ready & ~self._places.is_interactive).any()):
             return False
         room = self._pool.available - self._growth()
         admissible = tokens = 0
@@ -615,11 +619,11 @@ class PagedEngine(StepLoop[_Row]):
             admissible += 1
             tokens += len(row.context)
         return holds_admission(
-            decoding=decoding,
             admissible=admissible,
             waiting=len(self._waiting),
             admissible_tokens=tokens,
             wanted_tokens=self._prefill_wanted_tokens,
+            max_rows=self.max_batch_size,
         )
 
     def _growth(self) -> int:
@@ -782,9 +786,12 @@ class PagedEngine(StepLoop[_Row]):
 
         is_prefix: the kind of the first step, which decides where it writes its own tokens.
         """
+        if not first.size:
+            return True
         begin = self._runner.decode_source(is_prefix=is_prefix)
+        end = begin + bucket_for(first.size, self._runner.row_buckets)  # padding rows write theirs, too
         sources = self._places.sources[second]
-        return not first.size or not bool(((sources >= begin) & (sources < begin + first.size)).any())
+        return not bool(((sources >= begin) & (sources < end)).any())
 
     def _launch_decode(self, at: Int64s, prefix: int) -> None:
         places, runner = self._places, self._runner
@@ -844,9 +851,9 @@ class PagedEngine(StepLoop[_Row]):
         self._preemptions += 1
         self._stop_computing(row)
         row.answered = self._places.answer(row)
-        row.context = np.concatenate([row.context[: row.prompt_tokens], np.array(row.answered, dtype=np.int32)])
         self._vacate(row)
         row.blocks = []
+        row.context = np.concatenate([row.context[: row.prompt_tokens], np.array(row.answered, dtype=np.int32)])
         row.digests = chain_digests(row.context, self._pool.block_size, row.digests) if self._prefix_reuse else []
         put_back(self._waiting, row)
 
@@ -969,10 +976,6 @@ class PagedEngine(StepLoop[_Row]):
         places.leave(row)
         self._running -= 1
         self._interactive_running -= row.request.is_interactive
-
-
-def _is_greedy(sampling: SamplingParameters) -> bool:
-    return sampling.temperature <= 0.0 or sampling.top_k == 1
 
 
 def _is_penalized(sampling: SamplingParameters) -> bool:

@@ -21,13 +21,18 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+# Below this a draw is the likeliest token by all that float32 can tell, and far below it the inverse is infinite.
+LEAST_TEMPERATURE = 1e-6
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
     """How the next token is chosen.
 
-    max_tokens: new tokens at most, >= 1. temperature: 0 is greedy. top_k: 0 keeps all. seed: 64 bits; the same seed on
-    the same logits picks the same tokens, whatever else is in the forward batch. logit_bias: added to the logits of the
-    ids named. logprobs: None if not asked for, else how many alternatives to report beside the chosen token.
+    max_tokens: new tokens at most, >= 1. temperature: 0, or less than LEAST_TEMPERATURE, is greedy. top_k: 0 keeps all.
+    seed: 64 bits; the same seed on the same logits picks the same tokens, whatever else is in the forward batch.
+    logit_bias: added to the logits of the ids named. logprobs: None if not asked for, else how many alternatives to
+    report beside the chosen token.
     """
 
     max_tokens: int
@@ -40,6 +45,10 @@ class SamplingParameters:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)

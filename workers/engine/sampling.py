@@ -27,7 +27,7 @@ class RowSampler:
 
     def __init__(self, parameters: SamplingParameters, vocab_size: int) -> None:
         self.parameters = parameters
-        self._greedy = parameters.temperature <= 0.0 or parameters.top_k == 1
+        self._greedy = parameters.is_greedy
         self._penalized = parameters.frequency_penalty != 0.0 or parameters.presence_penalty != 0.0
         self._counts: dict[int, int] = {}
         bias = [(token, value) for token, value in parameters.logit_bias if 0 <= token < vocab_size]

@@ -127,6 +127,7 @@ class FakePagedRunner:
                 self._write(table, past, int(token))
                 contexts.append(np.concatenate([prefix, self._context(table, past + 1)]))
             result = _choose(contexts, call.sampling, fed)
+            self.pool[first : first + call.rows] = 0  # padding rows write, too
             self.pool[first : first + count] = result.token_ids
             return result
 

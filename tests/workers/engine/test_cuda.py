@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import sys
+import threading
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -523,6 +524,77 @@ def test_many_penalized_tokens_make_the_sampling_buffers_grow(
     assert list(engine.submit(request).result(60).completion_token_ids) == continuation([1, 2], 60)[0]
     engine.close()
     assert not device.memory
+
+
+@pytest.mark.parametrize("refusing", ["cudaMalloc", "cudaHostAlloc"])
+@pytest.mark.parametrize("allocations", [0, 5])
+def test_sampling_buffers_that_cannot_grow_stay_in_use(
+    device: PretendedCuda, monkeypatch: pytest.MonkeyPatch, refusing: str, allocations: int
+) -> None:
+    """The step that wanted larger ones fails, and no later one writes through memory that was given back."""
+    monkeypatch.setattr(cuda, "_SPARSE_WIDTH", 1)
+    engine = PagedEngine(make_runner(), stop_token_ids=[], prefill_budget_tokens=64)
+    allocate, copy = getattr(device, refusing), device.cudaMemcpyAsync
+    left = [allocations]
+
+    def refuse(*arguments: Any) -> tuple[Error, int]:
+        left[0] -= 1
+        return (Error.cudaErrorMemoryAllocation, 0) if left[0] == -1 else allocate(*arguments)
+
+    def is_held(pointer: int) -> bool:
+        return any(start <= pointer < start + len(held) for start, held in device.memory.items())
+
+    def copy_held(target: int, source: int, *others: Any) -> tuple[Error]:
+        assert is_held(target) and is_held(source)
+        return copy(target, source, *others)
+
+    monkeypatch.setattr(device, refusing, refuse)
+    monkeypatch.setattr(device, "cudaMemcpyAsync", copy_held)
+    bias = tuple((token, 1.0) for token in range(VOCAB_SIZE))
+    greedy = SamplingParameters(9, logit_bias=bias * 4)
+    asked = [engine.submit(GenerationRequest([n, 1], greedy)) for n in range(6)]
+    assert any(future.exception(60) is not None for future in asked)
+    for n in range(40):
+        answer = engine.submit(GenerationRequest([n, 2], SamplingParameters(4, temperature=0.01))).result(60)
+        assert list(answer.completion_token_ids) == continuation([n, 2], 4)[0]
+    assert (
+        list(engine.submit(GenerationRequest([7, 1], greedy)).result(60).completion_token_ids)
+        == (continuation([7, 1], 9)[0])
+    )
+    engine.close()
+    assert not device.memory
+
+
+def test_launches_that_fail_take_no_place_of_the_ring_of_tokens(
+    device: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose computation is refused, one after the other, between others that wait for their first decode."""
+    run, bad = Session.run_with_iobinding, VOCAB_SIZE - 1
+
+    def refuse(session: Session, binding: Binding, options: RunOptions) -> None:
+        is_prefill = session.is_decoder and options.entries["gpu_graph_id"] == "-1"
+        if is_prefill and (binding.array("token_pool")[binding.array("token_sources")] == bad).any():
+            raise RuntimeError("failed to allocate memory")
+        run(session, binding, options)
+
+    monkeypatch.setattr(Session, "run_with_iobinding", refuse)
+    engine = PagedEngine(
+        make_runner(max_rows=4, prefix_min_tokens=0),
+        stop_token_ids=[],
+        prefill_budget_tokens=8,
+        prefill_wanted_tokens=1,
+    )
+    gate, turn = threading.Event(), engine._turn
+    monkeypatch.setattr(engine, "_turn", lambda: (gate.wait(), turn()))
+    prompts = [[k, 1, 2, 3] for k in range(2)] + [[k, bad, 2, 3] for k in range(6)] + [[k, 1, 2, 4] for k in (7, 8)]
+    futures = [engine.submit(GenerationRequest(prompt, SamplingParameters(6))) for prompt in prompts]
+    gate.set()
+    for prompt, future in zip(prompts, futures, strict=True):
+        if bad in prompt:
+            assert getattr(future.exception(60), "code", None) == "engine_failed"
+        else:
+            assert list(future.result(60).completion_token_ids) == continuation(prompt, 6)[0]
+    engine.close()
 
 
 def test_a_device_without_room_says_so(device: PretendedCuda) -> None:

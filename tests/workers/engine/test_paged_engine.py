@@ -172,6 +172,41 @@ def test_answers_that_are_known_to_run_to_their_limit_are_never_preempted() -> N
     engine.close()
 
 
+def test_a_preempted_row_finds_its_prompt_and_its_answer_again() -> None:
+    """Where the pool has not forgotten them, no more is computed again than what ends within a block."""
+    runner = FakePagedRunner(200, 4, 2, 400, copies_blocks=False)
+    engine = make_engine(runner, stop_token_ids=[])
+    heard: list[int] = []
+    turn = engine._turn
+
+    def turn_and_preempt() -> None:
+        turn()
+        if len(heard) >= 100 and not engine._preemptions:
+            engine._read_all()
+            engine._preempt(engine._admitted()[0])
+
+    engine._turn = turn_and_preempt  # type: ignore[method-assign]
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    answer = engine.submit(ask(prompt, 150, on_token=heard.append)).result(60)
+    assert list(answer.completion_token_ids) == heard == continuation(prompt, 150)[0]
+    engine.close()
+    assert engine._preemptions == 1
+    assert runner.prefilled_tokens <= 8 + 2 * 4
+
+
+def test_a_batch_of_short_prompts_does_not_wait_until_it_is_empty() -> None:
+    """All its prompts together are fewer tokens than a prefill wants."""
+    rng = random.Random(1)
+    runner = FakePagedRunner(4000, 16, 32, 400)
+    engine = make_engine(runner, stop_token_ids=[])
+    runner.gate.clear()
+    futures = [engine.submit(ask([rng.randrange(VOCAB_SIZE)] * 50, rng.randrange(1, 200))) for _ in range(256)]
+    runner.gate.set()
+    tokens = sum(len(future.result(60).completion_token_ids) for future in futures)
+    engine.close()
+    assert tokens / len(runner.decode_shapes) > 24, "rows in a step, of 32"
+
+
 def test_a_shared_beginning_is_computed_once_however_the_prompts_arrive() -> None:
     shared = [n % VOCAB_SIZE for n in range(64)]
     runner = FakePagedRunner(200, 16, 8, 100)
@@ -202,6 +237,23 @@ def test_a_prefix_that_many_rows_share_is_read_once_for_all_of_them() -> None:
         assert list(completion.completion_token_ids) == continuation(prompt, len(completion.completion_token_ids))[0]
     engine.close()
     assert runner.prefix_rows > 100
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_overwrites_no_token_that_the_other_one_of_its_turn_is_fed(seed: int) -> None:
+    """Rows go from the one kind of step to the other as the best prefix changes, and padding rows write tokens, too."""
+    rng = random.Random(seed)
+    runner = FakePagedRunner(400, 4, 16, 100, prefix_min_blocks=1, seed=seed)
+    engine = make_engine(runner, stop_token_ids=[])
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    asked = []
+    for _ in range(60):
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 10))]
+        prompt, new = shared[: 4 * rng.randrange(1, 10)] + own, rng.randrange(1, 50)
+        asked.append((prompt, new, engine.submit(ask(prompt, new))))
+    for prompt, new, future in asked:
+        assert list(future.result(60).completion_token_ids) == continuation(prompt, new)[0]
+    engine.close()
 
 
 def test_the_rows_that_share_most_are_found() -> None:
@@ -471,6 +523,14 @@ def test_a_runner_that_cannot_start_says_why() -> None:
     assert runner.is_closed
 
 
+def test_a_runner_that_can_neither_start_nor_close_says_why_too() -> None:
+    runner = FakePagedRunner(20, 4, 2, 40)
+    runner.fails_to_start = True
+    runner.close = lambda: 1 / 0  # type: ignore[assignment,method-assign]
+    with pytest.raises(RuntimeError, match="no device"):
+        make_engine(runner)
+
+
 def test_a_broken_engine_answers_what_it_holds_and_takes_no_more() -> None:
     """A mistake of our own or a device that fails for good ends the engine, but nobody waits for ever."""
     runner = FakePagedRunner(20, 4, 2, 40)
@@ -483,6 +543,38 @@ def test_a_broken_engine_answers_what_it_holds_and_takes_no_more() -> None:
     assert not engine.status().is_alive
     with pytest.raises(PromptmillError, match="closing"):
         engine.submit(ask([1]))
+
+
+@pytest.mark.parametrize("where", ["settle", "release", "match", "best_tail"])
+def test_whatever_breaks_an_engine_everybody_hears_of_it(where: str) -> None:
+    """Rows that are half admitted or cannot be released keep nobody from an answer, nor the runner from its end."""
+    runner = FakePagedRunner(40, 16, 4, 100)
+    engine = make_engine(runner, stop_token_ids=[])
+    runner.gate.clear()
+    futures = [engine.submit(ask([n, 1, 2], 90)) for n in range(3)]
+    wait_until(lambda: engine.status().running == 3, what="three rows at work")
+    holder = engine._places if where == "settle" else engine._pool
+    original = getattr(holder, where)
+
+    def stumble(*arguments: object) -> object:
+        setattr(holder, where, original)
+        raise ValueError("a mistake of ours")
+
+    setattr(holder, where, stumble)
+    futures += [engine.submit(ask([n, 9] * 20, 9)) for n in range(6)]
+    runner.gate.set()
+    endings = {getattr(future.exception(60), "code", "answered") for future in futures}
+    engine._thread.join(60)
+    assert "engine_failed" in endings and endings <= {"engine_failed", "answered"}
+    assert runner.is_closed and not engine.status().is_alive
+
+
+def test_a_top_k_beyond_every_integer_is_the_whole_vocabulary() -> None:
+    """Lines from before it had a bound may be in a database still."""
+    engine = make_engine(FakePagedRunner(40, 4, 4, 100), stop_token_ids=[])
+    asked = [engine.submit(ask([5, 6], 9, temperature=1.0, top_k=top_k, seed=3)) for top_k in (0, 2**63, 10**30)]
+    assert len({future.result(60).completion_token_ids for future in asked}) == 1
+    engine.close()
 
 
 def test_a_device_that_fails_for_good_ends_the_engine_rather_than_one_request_after_another() -> None:
@@ -532,8 +624,9 @@ def test_prompts_go_first_until_a_burst_is_spent() -> None:
 
 
 def test_admission_is_held_only_where_room_is_short() -> None:
-    facts = {"decoding": 5, "admissible": 2, "waiting": 9, "admissible_tokens": 100, "wanted_tokens": 2048}
+    facts = {"admissible": 2, "waiting": 9, "admissible_tokens": 100, "wanted_tokens": 2048, "max_rows": 64}
     assert holds_admission(**facts)
     assert not holds_admission(**{**facts, "admissible_tokens": 4000})
     assert not holds_admission(**{**facts, "waiting": 2})
-    assert not holds_admission(**{**facts, "decoding": 0})
+    assert not holds_admission(**{**facts, "admissible": 8}), "of short prompts an eighth of the rows is enough"
+    assert not holds_admission(**{**facts, "admissible": 1, "max_rows": 4})

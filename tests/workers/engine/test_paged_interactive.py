@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,56 @@ def test_bulk_comes_to_its_end_beside_endless_interactive_requests(
         assert open_streams.acquire(timeout=WAIT_S)
     assert not wrong
     close(engine)
+
+
+class Overlapping:
+    """Interactive requests, of which the next one comes before the last is answered, so that one is always in hand."""
+
+    def __init__(self, engine: PagedEngine, new: int) -> None:
+        self._engine, self._new = engine, new
+        self._rng = random.Random(1)
+        self.is_over = False
+        self.futures: list[Future[Completion]] = []
+        self._ask()
+
+    def _ask(self) -> None:
+        heard: list[int] = []
+
+        def on_token(token_id: int) -> bool:
+            heard.append(token_id)
+            if len(heard) == self._new * 2 // 3 and not self.is_over:
+                self._ask()
+            return False
+
+        request = replace(interactive(tokens(self._rng, 10), self._new), on_token=on_token)
+        self.futures.append(self._engine.submit(request))
+
+
+def test_bulk_of_short_prompts_is_admitted_while_interactive_rows_alone_decode() -> None:
+    """All rows' prompts are fewer tokens than a prefill wants, and interactive rows never all end."""
+    engine = PagedEngine(FakePagedRunner(4000, 16, 32, 400, reserved_rows=2), stop_token_ids=[], interactive_rows=2)
+    chats = Overlapping(engine, 30)
+    rng = random.Random(2)
+    prompts = [tokens(rng, 50) for _ in range(96)]
+    futures = [engine.submit(bulk(prompt, 5)) for prompt in prompts]
+    for prompt, future in zip(prompts, futures, strict=True):
+        assert_right(prompt, 5, future.result(WAIT_S))
+    chats.is_over = True
+    close(engine)
+    assert all(future.done() for future in chats.futures)
+
+
+def test_a_bulk_request_that_wants_all_blocks_has_its_turn_beside_small_interactive_ones() -> None:
+    engine = PagedEngine(FakePagedRunner(21, 16, 8, 320, reserved_rows=2), stop_token_ids=[], interactive_rows=2)
+    chats = Overlapping(engine, 15)
+    large = engine.submit(bulk([5] * 20, 300))
+    small = [engine.submit(bulk([5, n], 5)) for n in range(5)]
+    assert_right([5] * 20, 300, large.result(WAIT_S))
+    for n, future in enumerate(small):
+        assert_right([5, n], 5, future.result(WAIT_S))
+    chats.is_over = True
+    close(engine)
+    assert all(future.done() for future in chats.futures)
 
 
 def test_the_youngest_bulk_row_makes_way_and_comes_back_with_what_it_had() -> None:

@@ -34,6 +34,12 @@ def test_temperature_zero_takes_the_best_token_on_both_paths() -> None:
     assert [token for token, _ in sample_rows(rows.copy(), [sampler(logprobs=0), sampler()])] == best
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-7, 1e-39, 5e-324])
+def test_the_smallest_temperatures_take_the_best_token_too(temperature: float) -> None:
+    """The inverse of the last two is infinite, and nothing times that is no number."""
+    assert draw(sampler(temperature=temperature, seed=5), 9) == [int(LOGITS.argmax())] * 9
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None:
     count = 20_000
