@@ -21,7 +21,7 @@ from storage.queries import ApiKeyRow, TenantRow, TenantUsage
 
 def create_key(name: str, tenant: str, expires: str | None, as_json: bool) -> int:
     with _database("key") as database:
-        expires_at = steering.parse_deadline(expires, database.now()) if expires else None
+        expires_at = None if expires is None else steering.parse_deadline(expires, database.now(), "--expires")
         made = keys.make_key(database, tenant=tenant, name=name, expires_at=expires_at)
     if as_json:
         print(dump_json({**_describe_key(made.row), "key": made.key}))
@@ -234,7 +234,7 @@ def _describe_key(row: ApiKeyRow) -> dict[str, object]:
         "name": row.name,
         "tenant": row.tenant,
         "created_at": row.created_at,
-        "expires_at": row.expires_at,
+        "expires_at": steering.finite(row.expires_at),
         "revoked_at": row.revoked_at,
         "last_used_at": row.last_used_at,
     }

@@ -102,7 +102,7 @@ def submit(input_path: str, given: Mapping[str, Any]) -> int:
             name=given["name"],
             priority=given["priority"],
             metadata=_metadata(given["metadata"]),
-            expires_at=steering.parse_deadline(deadline, now) if deadline else None,
+            expires_at=None if deadline is None else steering.parse_deadline(deadline, now),
             artifact_digest=target.digest,
             idempotency_key=given["idempotency_key"],
             same_within_s=0.0 if given["again"] else None,

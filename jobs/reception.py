@@ -37,7 +37,7 @@ from jobs.protocol import (
 )
 from jobs.quotas import QuotaExceeded, check_queued_tokens, check_running_batches, check_storage
 from jobs.settings import Settings
-from jobs.steering import UNITS_S
+from jobs.steering import LONGEST_WINDOW_DAYS, LONGEST_WINDOW_S, UNITS_S
 from jobs.submit import estimate_prompt_tokens
 from jobs.validation import SubmitOptions, find_digest, known_models
 from storage import files, queries, transitions
@@ -50,7 +50,7 @@ from storage.transitions import NewBatch
 
 # What is no field of the OpenAI body.
 CALL_FIELDS = ("token", "custom_id", "timeout_s")
-LEAST_WINDOW_S, LONGEST_WINDOW_S = 60, 365 * 86_400
+LEAST_WINDOW_S = 60
 MAX_PRIORITY = 1_000_000
 # Between two looks for answers, while some are awaited and while none are.
 ANSWER_S, IDLE_S = 0.05, 0.2
@@ -360,7 +360,8 @@ def _window(text: str) -> float:
     seconds = int(found[1]) * UNITS_S[found[2]] if found else 0
     if not LEAST_WINDOW_S <= seconds <= LONGEST_WINDOW_S:
         raise InvalidRequest(
-            f'completion_window is {show(text)}; write "24h", or another such as "90m" or "7d", from 60s to 365d',
+            f'completion_window is {show(text)}; write "24h", or another such as "90m" or "7d", from 60s to '
+            f"{LONGEST_WINDOW_DAYS}d",
             code="invalid_value",
             param="completion_window",
         )

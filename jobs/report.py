@@ -283,5 +283,10 @@ def attempt_facts(attempt: AttemptAudit) -> str:
 
 
 def instant(at: float | None) -> str:
-    """A moment in the reader's own time."""
-    return "" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    """A moment in the reader's own time; one that no calendar has, as an older version could write it, as a number."""
+    if at is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    except (ValueError, OverflowError, OSError):
+        return f"{at:.0f} s after 1970"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
 Moved = TypeVar("Moved")
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+# How far ahead a deadline or a key's end may lie, whichever way it comes in: far beyond any batch, and far from the
+# year 9999, where calendars end. How far back an age may reach: beyond anything that is kept.
+LONGEST_WINDOW_DAYS = 999
+LONGEST_WINDOW_S = LONGEST_WINDOW_DAYS * UNITS_S["d"]
+LONGEST_AGE_DAYS = 36_500
+LAST_INSTANT = 253_402_300_799  # Unix seconds: the end of the year 9999
+SHOWN_CHARACTERS = 60  # of a refused value, in a message
 
 
 class SteeringError(PromptmillError):
@@ -130,8 +138,13 @@ def describe(batch: BatchRow) -> dict[str, object]:
         },
         "metadata": json.loads(batch.metadata) if batch.metadata else None,
         "error": {"code": batch.error_code, "message": batch.error_message} if batch.error_code else None,
-        **{f"{step}_at": getattr(batch, f"{step}_at") for step in _STEPS},
+        **{f"{step}_at": finite(getattr(batch, f"{step}_at")) for step in _STEPS},
     }
+
+
+def finite(at: float | None) -> float | None:
+    """An instant for JSON, which knows no infinity: what never comes is None."""
+    return at if at is not None and math.isfinite(at) else None
 
 
 _STEPS = (
@@ -418,28 +431,57 @@ def _again(database: Database, batch: BatchRow) -> BatchRow:
 # --- times as people write them ----------------------------------------------------------------------------------
 
 
-def parse_age(text: str) -> float:
+def parse_age(text: str, option: str = "--older-than") -> float:
     """`30d`, `12h`, `90s` in seconds. Raises SteeringError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
-    if found is None:
-        raise SteeringError(f"{text!r} is not a length of time; write 90s, 30m, 12h or 7d", code="invalid_time")
-    return float(found[1]) * UNITS_S[found[2]]
+    return _parse_length(text, option, LONGEST_AGE_DAYS)
 
 
-def parse_deadline(text: str, now: float) -> float | None:
+def parse_deadline(text: str, now: float, option: str = "--deadline") -> float | None:
     """A length of time from now, an ISO time (UTC where it names no zone), or `none`. Raises SteeringError."""
     if text.strip().lower() == "none":
         return None
-    if re.fullmatch(r"\d+(?:\.\d+)?\s*[smhdwSMHDW]", text.strip()):
-        return now + parse_age(text)
+    if _LENGTH.fullmatch(text.strip().lower()) is not None:
+        instant = now + _parse_length(text, option, LONGEST_WINDOW_DAYS)
+    else:
+        instant = _parse_instant(text, option)
+    if instant <= now:
+        raise SteeringError(f"{option} {text} has passed; give a time to come", code="invalid_time")
+    if instant > now + LONGEST_WINDOW_S:
+        raise SteeringError(
+            f"{option} {text} is more than {LONGEST_WINDOW_DAYS} days ahead; give an earlier time, or none",
+            code="invalid_time",
+        )
+    return instant
+
+
+_LENGTH = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw])")
+
+
+def _parse_length(text: str, option: str, most_days: int) -> float:
+    """Seconds. most_days: the bound, which also keeps what is as long as a book from being infinite."""
+    found = _LENGTH.fullmatch(text.strip().lower())
+    if found is None:
+        raise SteeringError(
+            f"{option} {_cut(text)!r} is not a length of time; write 90s, 30m, 12h or 7d", code="invalid_time"
+        )
+    length_s = float(found[1]) * UNITS_S[found[2]]
+    if length_s > most_days * UNITS_S["d"]:
+        raise SteeringError(f"{option} {_cut(text)} exceeds {most_days}d; write a shorter time", code="invalid_time")
+    return length_s
+
+
+def _parse_instant(text: str, option: str) -> float:
+    """Unix seconds of an ISO time."""
     try:
         instant = datetime.fromisoformat(text.strip())
     except ValueError:
         raise SteeringError(
-            f"{text!r} is not a deadline; write 12h, 7d, a time such as 2026-12-24T18:00, or none", code="invalid_time"
+            f"{option} {_cut(text)!r} is no time; write 12h, 7d, a time such as 2026-12-24T18:00, or none",
+            code="invalid_time",
         ) from None
-    if instant.tzinfo is None:
-        instant = instant.replace(tzinfo=UTC)
-    if instant.timestamp() <= now:
-        raise SteeringError(f"{text} has passed; give a time to come, or `promptmill cancel`", code="invalid_time")
-    return instant.timestamp()
+    return (instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)).timestamp()
+
+
+def _cut(text: str) -> str:
+    """As much of a refused value as a message can take."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

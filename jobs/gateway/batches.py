@@ -49,9 +49,8 @@ MAX_PAGE = 100
 # one whose answer was lost within seconds. Later it is a new batch, as with OpenAI.
 SAME_BATCH_S = 60.0
 MAX_ID_CHARACTERS = 64
-# From a minute to some years; the pattern is the whole rule.
+# From a minute to steering.LONGEST_WINDOW_DAYS; the pattern is the whole rule.
 WINDOW = "^(([6-9][0-9]|[1-9][0-9]{2,6})s|[1-9][0-9]{0,4}m|[1-9][0-9]{0,3}h|[1-9][0-9]{0,2}d)$"
-LONGEST_WINDOW_S = 999 * 86_400
 MAX_PRIORITY = 1_000_000
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
@@ -219,7 +218,8 @@ def parse_window(text: str) -> float:
     if re.fullmatch(WINDOW, text) is None:
         raise ApiError(
             400,
-            f'completion_window is {show(text)}; write "24h", or another one ("90m", "7d"), from "60s" to "999d"',
+            f'completion_window is {show(text)}; write "24h", or another one ("90m", "7d"), from "60s" to '
+            f'"{steering.LONGEST_WINDOW_DAYS}d"',
             code="invalid_value",
             param="completion_window",
         )
@@ -249,6 +249,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _instant(at: float | None) -> int | None:
+    at = steering.finite(at)
     return None if at is None else int(at)
 
 

@@ -21,7 +21,6 @@ from jobs import steering
 from jobs.audit import AuditError, audit_request, describe
 from jobs.export import ExportFormat, export_batch
 from jobs.gateway.batches import (
-    LONGEST_WINDOW_S,
     MAX_PRIORITY,
     RequestBody,
     find_own,
@@ -57,7 +56,7 @@ class ChangeBatch(RequestBody, json_schema_extra={"minProperties": 1}):
     """The body of POST /v1/batches/{id}: what is not given stays. deadline: Unix seconds; null takes it away."""
 
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = None
-    deadline: Annotated[int, Field(ge=0, le=2**53), WHOLE] | None = None
+    deadline: Annotated[int, Field(ge=0, le=steering.LAST_INSTANT), WHOLE] | None = None
 
 
 @router.post("/batches/{batch_id}/pause", summary="Let nothing more of a batch begin", response_model=BatchObject)
@@ -207,11 +206,11 @@ def _change(gateway: Gateway, caller: Caller, batch_id: str, body: ChangeBatch) 
     batch = _own(gateway, caller, batch_id)
     clears = "deadline" in body.model_fields_set and body.deadline is None
     now = gateway.database.now()
-    if body.deadline is not None and not now < body.deadline <= now + LONGEST_WINDOW_S:
+    if body.deadline is not None and not now < body.deadline <= now + steering.LONGEST_WINDOW_S:
         raise ApiError(
             400,
-            f"deadline is {body.deadline}, which is not within {int(now)} to {int(now) + LONGEST_WINDOW_S}; write Unix "
-            "seconds to come",
+            f"deadline is {body.deadline}, which is not within {int(now)} to {int(now) + steering.LONGEST_WINDOW_S}; "
+            "write Unix seconds to come",
             code="invalid_value",
             param="deadline",
         )

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
-from jobs import steering
+from jobs import keys, steering
 from jobs.artifacts import DEMO_NAME, ModelNotFound, find_artifact
 from jobs.cli import NAME, cli
 from jobs.commands import default_output
@@ -52,6 +52,23 @@ def batch(sqlite_database: Database, tmp_path: Path) -> BatchRow:
     return steering.cancel(sqlite_database, found, tmp_path / "home" / "files")
 
 
+def open_batch(database: Database, folder: Path) -> BatchRow:
+    """A batch of one line that nobody runs."""
+    path = folder / "open.txt"
+    path.write_text("one\n")
+    with open_source(path, folder) as source:
+        return submit(database, source, InputOptions(model="smol")).batch
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """As much of one as handing work over needs."""
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"model": "smol", "digest": "d"}))
+    return folder
+
+
 def command(*arguments: str | Path, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
 
@@ -66,12 +83,9 @@ def test_the_results_of_two_inputs_never_have_the_same_name() -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "..", "/", "sub", "sub/"])
-def test_a_folder_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+def test_a_folder_is_no_input(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
-    artifact = tmp_path / "artifact"
-    artifact.mkdir()
-    (artifact / "manifest.json").write_text(json.dumps({"model": "smol", "digest": "d"}))
     done = command("run", folder, "--model", artifact)
     assert done.exit_code == 2
     assert ONE_LINE.fullmatch(done.stderr)
@@ -104,6 +118,43 @@ def test_the_demo_that_is_not_there_yet_is_made_by_its_own_command(tmp_path: Pat
     with pytest.raises(ModelNotFound) as missing:
         find_artifact("another", tmp_path)
     assert missing.value.message.endswith(f"convert the model first: promptmill convert SOURCE {tmp_path / 'another'}")
+
+
+FAR = ("99999999d", "99999999999d", "9999-12-31")
+
+
+@pytest.mark.parametrize("when", FAR)
+def test_a_time_beyond_the_bound_is_refused_before_anything_is_written(
+    sqlite_database: Database, artifact: Path, tmp_path: Path, when: str
+) -> None:
+    """A key was kept, its text lost, and no key could be listed any more."""
+    (tmp_path / "in.txt").write_text("one\n")
+    batch = open_batch(sqlite_database, tmp_path)
+    for arguments in (
+        ["key", "create", "ann", "--expires", when],
+        ["submit", tmp_path / "in.txt", "--model", artifact, "--deadline", when],
+        ["set", batch.public_id, "--deadline", when],
+    ):
+        done = command(*arguments)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert ONE_LINE.fullmatch(done.stderr)
+        assert "999d" in done.stderr or "999 days" in done.stderr
+    assert command("key", "list").stderr == "no keys; make one: promptmill key create NAME\n"
+    (kept,) = steering.list_batches(sqlite_database)
+    assert kept.expires_at is None
+
+
+@pytest.mark.parametrize("at", [8.64e12, -8.64e12, 1e300, float("inf")])
+def test_a_time_that_no_calendar_has_is_shown_all_the_same(
+    sqlite_database: Database, tmp_path: Path, at: float
+) -> None:
+    """An older version could write one: no list and no batch must be out of sight for it."""
+    batch = open_batch(sqlite_database, tmp_path)
+    steering.set_urgency(sqlite_database, batch, expires_at=at)
+    keys.make_key(sqlite_database, tenant="default", name="ann", expires_at=at)
+    for arguments in (["show", "last"], ["show", "last", "--json"], ["key", "list"], ["key", "list", "--json"]):
+        assert command(*arguments).exit_code == 0, arguments
+    assert "s after 1970" in command("show", "last").stdout
 
 
 @pytest.mark.usefixtures("batch")

@@ -134,10 +134,40 @@ def test_deadlines() -> None:
     assert steering.parse_deadline("none", now) is None
     assert steering.parse_deadline("2026-12-01", now) == now + 12 * 3600
     assert steering.parse_deadline("2026-11-30T14:00+01:00", now) == now + 3600
-    for wrong in ("soon", "2026-11-30T11:00", "-3h", ""):
-        with pytest.raises(steering.SteeringError) as caught:
-            steering.parse_deadline(wrong, now)
-        assert caught.value.code == "invalid_time"
+    assert steering.parse_deadline("999d", now) == now + 999 * 86_400
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("soon", "is no time"),
+        ("", "is no time"),
+        ("-3h", "is no time"),
+        ("nan", "is no time"),
+        ("inf", "is no time"),
+        ("1e9d", "is no time"),
+        ("0s", "has passed"),
+        ("2026-11-30T11:00", "has passed"),
+        ("0001-01-01", "has passed"),
+        ("1000d", "exceeds 999d; write a shorter time"),
+        ("99999999d", "exceeds 999d; write a shorter time"),
+        ("9" * 400 + "w", "exceeds 999d; write a shorter time"),
+        ("2029-12-24", "is more than 999 days ahead"),
+        ("9999-12-31T23:59:59-23:59", "is more than 999 days ahead"),
+    ],
+)
+def test_a_deadline_that_no_calendar_could_show_is_refused(text: str, said: str) -> None:
+    now = datetime(2026, 11, 30, 12, tzinfo=UTC).timestamp()
+    with pytest.raises(steering.SteeringError, match=f"^--deadline .*{said}") as caught:
+        steering.parse_deadline(text, now)
+    assert caught.value.code == "invalid_time"
+    assert len(caught.value.message) < 200
+
+
+def test_an_age_has_a_bound_too() -> None:
+    assert steering.parse_age("5200w") == 5200 * 7 * 86_400
+    with pytest.raises(steering.SteeringError, match="--older-than 36501d exceeds 36500d"):
+        steering.parse_age("36501d")
 
 
 def test_time_left_goes_by_tokens(database: Database) -> None:
