@@ -40,6 +40,10 @@ STATUSES = (
     "cancelled",
 )
 
+# As the protocol bounds them for lines and bodies, held together likewise.
+MAX_INTEGER = 2**31 - 1
+MAX_PRIORITY = 1_000_000
+
 PAUSED = "paused"  # no status of its own, but what `list` shows of a batch at work that is paused
 
 P = ParamSpec("P")
@@ -57,9 +61,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except PromptmillError as error:
             fail(error.message, EXIT_FORBIDDEN if error.code == "port_forbidden" else EXIT_NOTHING_RAN)
         except BrokenPipeError:
-            # Whoever read our output has had enough (`| head`). Nothing more can be said there, at exit neither.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
+            say_no_more()
         except KeyboardInterrupt:
             click.echo("stopped; the same command again goes on", err=True)
             raise SystemExit(EXIT_INTERRUPTED) from None
@@ -68,6 +70,12 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         return ended
 
     return guarded
+
+
+def say_no_more() -> NoReturn:
+    """Whoever read our output has had enough (`| head`). Nothing more can be said there, at exit neither."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
 
 
 def fail(message: str, exit_code: int = EXIT_NOTHING_RAN) -> NoReturn:
@@ -91,6 +99,29 @@ class Name(click.ParamType[str]):
 NAME = Name()
 
 
+class Number(click.ParamType[float]):
+    """A number within bounds, refused in the words that the protocol has for a line's."""
+
+    def __init__(self, least: float, most: float, *, is_whole: bool = True) -> None:
+        self.least, self.most, self.is_whole = least, most, is_whole
+        self.name = "integer" if is_whole else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        named = param.opts[0] if param is not None else "the number"
+        try:
+            number = int(value) if self.is_whole else float(value)
+        except ValueError:  # also what has thousands of digits
+            fail(f"{named} is {str(value)[:40]!r}; write a {'whole number' if self.is_whole else 'number'}")
+        if not number >= self.least:  # nor is what is no number at all
+            fail(f"{named} {str(value)[:40]} is below {self.least:,}; raise it")
+        if number > self.most:
+            fail(f"{named} {str(value)[:40]} exceeds {self.most:,}; lower it")
+        return number
+
+
+PRIORITY = Number(-MAX_PRIORITY, MAX_PRIORITY)
+
+
 class Sections(click.Group):
     """Commands in the order in which a person needs them, in sections."""
 
@@ -101,6 +132,23 @@ class Sections(click.Group):
         ("Access", ("key", "tenant", "webhook")),
         ("Services", ("up", "serve", "door", "worker", "tick", "migrate", "doctor")),
     )
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As click has it, but what is wrong with a command line is told in one line, as all other errors are."""
+        try:
+            raise SystemExit(super().main(*args, **{**options, "standalone_mode": False}))
+        except click.exceptions.NoArgsIsHelpError as asked:
+            asked.show()
+            raise SystemExit(EXIT_NOTHING_RAN) from None
+        except click.UsageError as wrong:
+            said = wrong.format_message().rstrip(".")
+            command = wrong.ctx.command_path if wrong.ctx is not None else "promptmill"
+            fail(f"{said[:1].lower()}{said[1:]}; see {command} --help")
+        except click.Abort:  # at a question
+            click.echo("stopped", err=True)
+            raise SystemExit(1) from None
+        except BrokenPipeError:  # of --help
+            say_no_more()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for _, names in self.sections for name in names]
@@ -144,11 +192,13 @@ _input_options = _options(
     click.option("--context", type=click.Path(path_type=Path), multiple=True, help="Text placed first in each prompt."),
     click.option("--system", default="", help="System message for each prompt."),
     click.option("--id-column", type=NAME, help="Column that names each row. [custom_id, else id, else row number]"),
-    click.option("--max-tokens", type=int, help="New tokens at most, where a line does not say."),
-    click.option("--temperature", type=float, help="0 is greedy; where a line does not say. [1]"),
-    click.option("--top-p", type=float),
-    click.option("--top-k", type=int),
-    click.option("--seed", type=int),
+    click.option("--max-tokens", type=Number(1, MAX_INTEGER), help="New tokens at most, where a line does not say."),
+    click.option(
+        "--temperature", type=Number(0, 2, is_whole=False), help="0 is greedy; where a line does not say. [1]"
+    ),
+    click.option("--top-p", type=Number(0, 1, is_whole=False)),
+    click.option("--top-k", type=Number(-1, MAX_INTEGER)),
+    click.option("--seed", type=Number(-(2**63), 2**63 - 1)),
     click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times."),
 )
 _batch_argument = click.argument("batch", metavar="BATCH")
@@ -182,7 +232,7 @@ def run(input_path: str, **given: Any) -> int:
 @cli.command()
 @_input_options
 @click.option("--name", type=NAME, help="The job's name: lines that an earlier batch of it answered are not run again.")
-@click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
+@click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Higher goes first.")
 @click.option("--deadline", help=_DEADLINE)
 @click.option("--paused", is_flag=True, help="Run nothing of it until `promptmill resume`.")
 @click.option("--tenant", type=NAME, default="default", show_default=True, help="Whose it is; tenants share fairly.")
@@ -205,7 +255,7 @@ def submit(input_path: str, **given: Any) -> int:
 
 @cli.command("list")
 @click.option("--status", type=click.Choice((*STATUSES, PAUSED)), help="Only those that are listed as that.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The newest so many.")
+@click.option("--limit", type=Number(1, 1_000_000), default=20, show_default=True, help="The newest so many.")
 @_json_option
 @reports_errors
 def list_(status: str | None, limit: int, as_json: bool) -> int:
@@ -247,7 +297,14 @@ def watch(batch: str) -> int:
 @_batch_argument
 @click.option("--output", "-o", metavar="FILE", default="-", show_default=True, help="Where results go.")
 @click.option("--follow", "-f", is_flag=True, help="Lines as they land, until the batch has ended.")
-@click.option("--after", "cursor", type=int, default=0, metavar="CURSOR", help="Of --follow: go on where it stopped.")
+@click.option(
+    "--after",
+    "cursor",
+    type=Number(0, 2**63 - 1),
+    default=0,
+    metavar="CURSOR",
+    help="Of --follow: go on where it stopped.",
+)
 @reports_errors
 def results(batch: str, output: str, follow: bool, cursor: int) -> int:
     """Write BATCH's result lines, in input order or as they land.
@@ -345,7 +402,7 @@ def retry(batch: str, failed: bool) -> int:
 
 @cli.command("set")
 @_batch_argument
-@click.option("--priority", type=int, help="Higher goes first.")
+@click.option("--priority", type=PRIORITY, help="Higher goes first.")
 @click.option("--deadline", help=_DEADLINE)
 @reports_errors
 def set_(batch: str, priority: int | None, deadline: str | None) -> int:
@@ -423,7 +480,11 @@ _QUOTA = "A number, or `none`."
 
 @tenant.command("set")
 @click.argument("name", type=NAME)
-@click.option("--weight", type=float, help="Twice the weight, twice the tokens while others wait. [1]")
+@click.option(
+    "--weight",
+    type=Number(0.01, 10_000, is_whole=False),
+    help="Twice the weight, twice the tokens while others wait. [1]",
+)
 @click.option("--requests-per-minute", metavar="N", help=_QUOTA)
 @click.option("--queued-prompt-tokens", metavar="N", help=_QUOTA)
 @click.option("--running-batches", metavar="N", help=_QUOTA)
@@ -493,7 +554,7 @@ def remove_webhook(named: str) -> int:
 
 @cli.command()
 @click.option("--model", "-m", metavar="ARTIFACT", help="What to serve. [the only one in the home's artifacts folder]")
-@click.option("--workers", type=click.IntRange(1, 64), help="So many worker processes, on the CPU. [1, or one a GPU]")
+@click.option("--workers", type=Number(1, 64), help="So many worker processes, on the CPU. [1, or one a GPU]")
 @click.option("--gpus", metavar="WHICH", help="auto, all, none, or numbers and UUIDs: 0,1. [PROMPTMILL_WORKER_GPUS]")
 @click.option("--door", "has_doors", is_flag=True, help="Also take Celery tasks and inbox entries, as `door` does.")
 @reports_errors
@@ -512,7 +573,7 @@ def up(model: str | None, workers: int | None, gpus: str | None, has_doors: bool
 
 @cli.command()
 @click.option("--host", help="Address to listen on. [PROMPTMILL_GATEWAY_HOST]")
-@click.option("--port", type=click.IntRange(0, 65_535), help="Its port; 0 is a free one. [PROMPTMILL_GATEWAY_PORT]")
+@click.option("--port", type=Number(0, 65_535), help="Its port; 0 is a free one. [PROMPTMILL_GATEWAY_PORT]")
 @reports_errors
 def serve(host: str | None, port: int | None) -> int:
     """Take work over HTTP, as the OpenAI API does, until told to stop.

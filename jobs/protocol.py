@@ -54,7 +54,8 @@ MAX_CUSTOM_ID_CHARACTERS = 512  # OpenAI's is said to be 64; a URL or a path as 
 MAX_TOP_LOGPROBS = 20  # chat, as OpenAI
 MAX_COMPLETION_LOGPROBS = 5  # completions, as OpenAI
 COMPLETION_MAX_TOKENS = 16  # what OpenAI takes when a completions body does not say
-MAX_TOKEN_ID = 2**31 - 1
+MAX_INTEGER = 2**31 - 1  # far beyond any context or vocabulary, and what every database and language holds
+MAX_TOKEN_ID = MAX_INTEGER
 IMPOSSIBLE_LOGPROB = -9999.0
 SHOWN_NAMES = 30  # a machine's table may have thousands of columns
 SHOWN_CHARACTERS = 60  # of a refused value, in a message
@@ -238,10 +239,10 @@ class GenerationBody(_Model):
     """
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -311,7 +312,7 @@ class ChatBody(GenerationBody):
     """A body of `/v1/chat/completions`."""
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
@@ -415,7 +416,7 @@ class PlainPromptLine(GenerationBody):
     """`prompt` and body fields as a line of its own, for a batch of chat: the prompt becomes the user's message."""
 
     prompt: Annotated[str, BeforeValidator(_only_text)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     custom_id: CustomId | None = None

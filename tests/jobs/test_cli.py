@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from jobs import cli
+from jobs import cli, protocol, reception
+from jobs.gateway import batches
 from jobs.inputs import InputFormat, InputOptions
 from jobs.protocol import Endpoint
 from jobs.source import open_source
@@ -26,6 +27,8 @@ def test_the_choices_written_down_for_speed_are_those_of_the_code() -> None:
     assert tuple(each.value for each in InputFormat) == cli.FORMATS
     assert tuple(each.value for each in Endpoint) == cli.ENDPOINTS
     assert {each.value for each in BatchStatus} == set(cli.STATUSES)
+    assert cli.MAX_INTEGER == protocol.MAX_INTEGER
+    assert cli.MAX_PRIORITY == batches.MAX_PRIORITY == reception.MAX_PRIORITY
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -124,6 +127,39 @@ def test_an_unknown_command_is_named() -> None:
     done = CliRunner().invoke(cli.cli, ["sumbit"])
     assert done.exit_code == 2
     assert "sumbit" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("submit f --max-tokens abc", "--max-tokens is 'abc'; write a whole number"),
+        ("submit f --max-tokens 0", "--max-tokens 0 is below 1; raise it"),
+        ("submit f --max-tokens 99999999999", "--max-tokens 99999999999 exceeds 2,147,483,647; lower it"),
+        ("run f --top-k 99999999999", "--top-k 99999999999 exceeds 2,147,483,647; lower it"),
+        ("run f --temperature nan", "--temperature nan is below 0; raise it"),
+        ("run f --temperature inf", "--temperature inf exceeds 2; lower it"),
+        ("run f --top-p x", "--top-p is 'x'; write a number"),
+        ("submit f --priority 99999999999999999999", "--priority 99999999999999999999 exceeds 1,000,000; lower it"),
+        ("set b --priority -3000000", "--priority -3000000 is below -1,000,000; raise it"),
+        ("results last --follow --after 9223372036854775808", "exceeds 9,223,372,036,854,775,807; lower it"),
+        ("list --limit -3", "--limit -3 is below 1; raise it"),
+        ("list --limit 99999999999999999999999", "--limit 99999999999999999999999 exceeds 1,000,000; lower it"),
+        ("serve --port 80000", "--port 80000 exceeds 65,535; lower it"),
+        ("tenant set t --weight nan", "--weight nan is below 0.01; raise it"),
+        ("run f --format xml", "see promptmill run --help"),
+        ("submit", "missing argument 'INPUT'; see promptmill submit --help"),
+        ("list --frobnicate", "no such option"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["promptmill", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], lines
 
 
 def test_nothing_to_set_is_an_error() -> None:

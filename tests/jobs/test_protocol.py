@@ -127,6 +127,7 @@ class TestRefusals:
             ({"temperature": 2.5}, "decimal_above_max_value", "temperature 2.5 exceeds 2; lower it"),
             ({"presence_penalty": -3}, "decimal_below_min_value", "presence_penalty -3 is below -2; raise it"),
             ({"n": 17}, "integer_above_max_value", "n 17 exceeds 16; lower it"),
+            ({"max_tokens": 10**23}, "integer_above_max_value", f"max_tokens {10**23} exceeds {2**31 - 1}; lower it"),
             ({"top_k": 2**63}, "integer_above_max_value", f"top_k {2**63} exceeds {2**31 - 1}; lower it"),
             ({"max_tokens": "64"}, "invalid_type", 'max_tokens is "64", a string; write a whole number'),
             ({"max_tokens": 6.5}, "invalid_type", "max_tokens is 6.5, a decimal number; write a whole number"),
