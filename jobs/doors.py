@@ -12,7 +12,7 @@ from jobs.queue import make_app
 from jobs.queue_server import open_queue_server
 from jobs.reception import Reception
 from jobs.settings import Settings
-from jobs.up import StopSignals, UpObserver, with_queue_url
+from jobs.up import StopSignals, UpObserver, await_queue, with_queue_url
 from jobs.validation import Validator
 from storage.database import Database, open_database, upgrade_schema
 
@@ -50,6 +50,8 @@ def serve_doors(settings: Settings, observer: UpObserver, signals: StopSignals) 
         upgrade_schema(database)
         with open_queue_server(settings) as server:
             settings = with_queue_url(settings, server.url)
+            if not await_queue(settings.queue, observer.note, signals):
+                return
             # Batches that come in here are read here too, where nobody else does it.
             with contextlib.closing(Doors(database, settings)), Validator(database, settings):
                 observer.note(OPENED)

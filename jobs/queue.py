@@ -46,6 +46,14 @@ _UNACKED = "unacked"
 _UNACKED_INDEX = "unacked_index"  # when each of them was received
 # As long as this key is there, Redis has not lost all that it had.
 _MARK = "promptmill.mark"
+# What Redis says to a wrong password, to none, and to one where it has none.
+LOGIN_REFUSED = (
+    "WRONGPASS",
+    "NOAUTH",
+    "invalid username-password",
+    "Authentication required",
+    "without any password configured",
+)
 # A worker claims what it receives at once. Who holds a message for longer and has not claimed its requests died in
 # between, or still runs others alone; sending it again does no harm.
 CLAIMED_WITHIN_S = 30.0
@@ -53,6 +61,11 @@ CLAIMED_WITHIN_S = 30.0
 
 class QueueError(PromptmillError):
     """Redis refused or could not be reached."""
+
+    @property
+    def may_come(self) -> bool:
+        """Whether this is a server that is only not there yet, or a URL that somebody has to mend."""
+        return self.code == "queue_unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +394,8 @@ def _reason(app: Celery, reason: str) -> str:
         return f"queue {shown} has no memory left; raise Redis's maxmemory, the work goes on by itself"
     if code == "queue_login_refused":
         return f"queue {shown} refuses this user or password; correct PROMPTMILL_QUEUE_URL"
+    if code == "queue_database_missing":
+        return f"queue {shown} has no database of that number; write a lower one at the end of PROMPTMILL_QUEUE_URL"
     if code == "queue_read_only":
         return f"queue {shown} is a read-only replica; point PROMPTMILL_QUEUE_URL at the primary"
     return f"queue {shown} cannot be reached ({reason}); check that Redis runs and that PROMPTMILL_QUEUE_URL is right"
@@ -389,8 +404,10 @@ def _reason(app: Celery, reason: str) -> str:
 def _code(reason: str) -> str:
     if "OOM" in reason or "maxmemory" in reason:
         return "queue_full"
-    if any(word in reason for word in ("WRONGPASS", "NOAUTH", "invalid username-password", "Authentication required")):
+    if any(word in reason for word in LOGIN_REFUSED):
         return "queue_login_refused"
+    if "DB index" in reason:
+        return "queue_database_missing"
     if "READONLY" in reason or "read only replica" in reason:
         return "queue_read_only"
     return "queue_unreachable"

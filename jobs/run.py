@@ -20,7 +20,7 @@ from jobs.source import Source
 from jobs.steering import Observer, Progress
 from jobs.submit import BatchOptions, SubmitProgress, submit
 from jobs.summary import BatchSummary, summarise
-from jobs.up import StopSignals, Ticker, stop_signals, with_drain, with_queue_url
+from jobs.up import StopSignals, Ticker, await_queue, stop_signals, with_drain, with_queue_url
 from jobs.worker_process import Crew, WorkerFailed, serving_workers
 from storage import queries
 from storage.database import Database, open_database, upgrade_schema
@@ -89,11 +89,12 @@ def see_through(
 ) -> None:
     """Keep one batch going until it is final or a signal comes, with a worker of our own if nobody serves the model.
 
-    artifact: what such a worker runs; None: somebody must serve the model. Raises WorkerFailed.
+    artifact: what such a worker runs; None: somebody must serve the model. Raises WorkerFailed, QueueError.
     """
     # A worker of ours has nothing to wait for when we stop it: what is unfinished is done when we run again.
     settings = with_drain(settings, 0.0)
     ours: Crew | None = None
+    await_queue(settings.queue, observer.note, signals)
     ticker = Ticker(database, settings, server, observer.note, is_strict=True)
     try:
         while not signals.is_set:

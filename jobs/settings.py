@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import ipaddress
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import parse_qsl, urlsplit
 
 import platformdirs
 from dotenv import dotenv_values
+from dotenv.parser import parse_stream
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from storage.addresses import wrong_in_address
 from storage.errors import SettingsError
 
 PREFIX = "PROMPTMILL_"
 # The operating systems' bound on a Unix socket's path is 104 to 108 bytes; sockets get names of up to 16.
 LONGEST_RUNTIME_DIR = 84
 QUEUE_SCHEMES = ("redis", "rediss", "redis+socket")
+# What the part after ? may set: in the words of both kombu and the redis package, which each read the URL.
+TLS_OPTIONS = ("ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
+CERT_REQS = ("none", "optional", "required")
+# Some editors begin a file with a mark, which would be a part of the first name.
+ENV_FILE_ENCODING = "utf-8-sig"
 # How much of two names must be the same for one to be taken for the other, misspelt.
 CLOSE = 0.6
 
@@ -152,7 +162,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX,
         env_nested_delimiter="_",
         env_nested_max_split=1,
-        env_file_encoding="utf-8",
+        env_file_encoding=ENV_FILE_ENCODING,
         env_ignore_empty=True,
         frozen=True,
         extra="ignore",
@@ -201,9 +211,9 @@ def load_settings(env_file: Path | None = Path(".env")) -> Settings:
 
     Raises SettingsError for an unknown variable with our prefix, and for a value of the wrong form.
     """
-    if env_file is not None and not env_file.is_file():
-        env_file = None
     _refuse_unknown(os.environ, "in the environment")
+    if env_file is not None and not _is_there(env_file):
+        env_file = None
     if env_file is not None:
         _refuse_unknown(_read_env_file(env_file), f"in {env_file}")
     try:
@@ -220,13 +230,83 @@ def load_settings(env_file: Path | None = Path(".env")) -> Settings:
 
 
 def check_queue_url(url: str) -> None:
-    """Raise SettingsError unless a URL names a Redis. The URL is not repeated: it may hold a password."""
-    scheme = url.partition("://")[0]
+    """Raise SettingsError unless a URL names a Redis. No part of the URL is repeated: it may be one of a password."""
+    scheme, has_scheme, rest = url.partition("://")
     if scheme not in QUEUE_SCHEMES:
+        shown = repr(scheme[:20]) if has_scheme and scheme.isalnum() else "no scheme that is known"
         raise SettingsError(
-            f"PROMPTMILL_QUEUE_URL begins with {scheme[:20]!r}; wanted: redis://host:6379/0, rediss://, "
-            "or redis+socket:///path"
+            f"PROMPTMILL_QUEUE_URL begins with {shown}; wanted: redis://host:6379/0, rediss://, or redis+socket:///path"
         )
+    if scheme == "redis+socket":
+        if wrong := _wrong_in_socket_url(rest):
+            raise SettingsError(
+                f"PROMPTMILL_QUEUE_URL: {wrong}; write it as redis+socket:///path?virtual_host=0, "
+                "without a user, a password or a host"
+            )
+    elif wrong := _wrong_in_network_url(scheme, rest):
+        raise SettingsError(
+            f"PROMPTMILL_QUEUE_URL: {wrong}; write it as {scheme}://user:password@host:6379/0, with each of "
+            "/ @ : ; ? # [ ] % in user and password percent-encoded (%2F %40 %3A %3B %3F %23 %5B %5D %25)"
+        )
+
+
+def _wrong_in_socket_url(rest: str) -> str | None:
+    """What is wrong with what follows redis+socket://, in words; None: nothing."""
+    path, _, query = rest.partition("?")
+    if "#" in rest:
+        return "it has a # in it (in a path that is %23)"
+    if ";" in rest:
+        return "it has a ; in it (in a path that is %3B)"
+    if not path.startswith("/") or path.strip("/") == "":
+        return "it has no absolute path to a socket"
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name != "virtual_host":
+            return "after ? it may have virtual_host alone"
+        if not _is_database_number(value.strip("/")):
+            return "the database (virtual_host) is not a whole number, 0 or more"
+    return None
+
+
+def _wrong_in_network_url(scheme: str, rest: str) -> str | None:
+    """What is wrong with what follows redis:// or rediss://, in words; None: nothing."""
+    if any(each.isspace() or not each.isprintable() for each in rest):
+        return "it has a space or a control character in it"
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    user, _, address = authority.rpartition("@")
+    path, _, query = rest[len(authority) :].partition("?")
+    # An @ behind the first / ? # is the real one, and what was taken for host and port is the start of a password.
+    if "@" in rest[len(authority) :] or any(each in user for each in "@[]"):
+        return "the user or the password has one of / @ ? # [ ] in it as it is"
+    if ";" in rest or "#" in rest:  # kombu takes what a ; parts for several URLs
+        return "it has a ; or a # in it as it is"
+    return (
+        wrong_in_address(address)
+        or (None if _is_database_number(path.lstrip("/")) else "the database after the host is not a number, 0 or more")
+        or _wrong_in_tls_options(scheme, query)
+        or _unreadable(rest)
+    )
+
+
+def _is_database_number(text: str) -> bool:
+    return text == "" or (text.isascii() and text.isdecimal() and len(text) <= 9)
+
+
+def _wrong_in_tls_options(scheme: str, query: str) -> str | None:
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if scheme != "rediss" or name not in TLS_OPTIONS:
+            return f"after ? it may have {', '.join(TLS_OPTIONS)} alone, and those with rediss://"
+        if name == "ssl_cert_reqs" and value not in CERT_REQS:
+            return f"ssl_cert_reqs is none of {', '.join(CERT_REQS)}"
+    return None
+
+
+def _unreadable(rest: str) -> str | None:
+    """What only the library says that takes the URL apart, such as letters that look like a slash."""
+    try:
+        urlsplit(f"http://{rest}")
+    except ValueError:
+        return "the host has a character in it that no host has"
+    return None
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
@@ -250,11 +330,39 @@ def variables() -> dict[str, tuple[Any, str]]:
     return found
 
 
+def _is_there(env_file: Path) -> bool:
+    """Whether the file is there to be read. Raises SettingsError for what has its name and is no file."""
+    if env_file.is_file():
+        return True
+    if env_file.is_dir() and (env_file / "pyvenv.cfg").exists():
+        return False  # a virtual environment, as some call theirs
+    if os.path.lexists(env_file):
+        raise SettingsError(
+            f"{env_file.absolute()} is not a file; write the settings into one of that name, move it away, or work in "
+            "another folder"
+        )
+    return False
+
+
 def _read_env_file(env_file: Path) -> Mapping[str, str | None]:
+    """Names and values. Raises SettingsError for a line that is none: python-dotenv would leave it out.
+
+    Such a line is not repeated: it may hold a password.
+    """
     try:
-        return dotenv_values(env_file, encoding="utf-8")
+        text = env_file.read_text(encoding=ENV_FILE_ENCODING)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {env_file}: {error}; correct or remove it") from error
+        raise SettingsError(f"cannot read {env_file.absolute()}: {error}; correct or remove it") from error
+    for binding in parse_stream(io.StringIO(text)):
+        is_ours = (binding.key or "").upper().startswith(PREFIX)
+        if binding.error or (is_ours and binding.value is None):
+            said = binding.original.string
+            line = binding.original.line + said[: len(said) - len(said.lstrip())].count("\n")  # empty ones before it
+            raise SettingsError(
+                f"{env_file.absolute()}, line {line}, is no setting; write NAME=value, close the quotes that it opens, "
+                "or begin it with # to leave it out"
+            )
+    return dotenv_values(stream=io.StringIO(text))
 
 
 def _refuse_unknown(names: Mapping[str, str | None], where: str) -> None:

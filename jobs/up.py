@@ -26,9 +26,9 @@ from jobs.artifacts import FoundArtifact
 from jobs.dispatch import top_up
 from jobs.finalize import Finalizer
 from jobs.gpus import plan_gpus
-from jobs.queue import make_app
+from jobs.queue import QueueError, make_app, ping
 from jobs.queue_server import QueueServer, open_queue_server
-from jobs.settings import Settings
+from jobs.settings import QueueSettings, Settings
 from jobs.sweep import sweep
 from jobs.validation import Validator
 from jobs.webhook_sender import WebhookSender
@@ -63,6 +63,9 @@ QUIET_S = 0.1
 NEWS_LOOKS = 6
 # The same trouble is logged again after this time, not at each pass.
 REPEAT_LOG_S = 60.0
+# At the start a queue server may still be on its way: of the same compose file or the same boot. Most need seconds.
+QUEUE_WAIT_S = 60.0
+QUEUE_LOOK_S = 0.5
 # After the second signal workers only hand back; then they are killed and their requests are given back for them.
 HURRIED_PATIENCE_S = 3.0
 
@@ -86,9 +89,9 @@ class StopSignals:
     def is_set(self) -> bool:
         return self.count > 0
 
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not beyond the first signal."""
-        self._event.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but not beyond the first signal. Returns whether there was one."""
+        return self._event.wait(seconds)
 
 
 @contextmanager
@@ -257,14 +260,16 @@ def serve(
     """
     with _only_supervisor(settings), open_database(settings.database.url) as database:
         upgrade_schema(database)
-        observer.note(f"serving {artifact.model}")
         if workers is not None:
             settings = with_gpus(settings, "none")
         plan, count = plan_gpus(settings, artifact.path), workers or 1
-        if plan.reason:
-            observer.note(f"on the CPU: {plan.reason}")
         with open_queue_server(settings) as server:
             settings = share_cores(with_queue_url(settings, server.url), len(plan.gpus) or count)
+            if not await_queue(settings.queue, observer.note, signals):
+                return UpOutcome(0.0, 0)
+            observer.note(f"serving {artifact.model}")
+            if plan.reason:
+                observer.note(f"on the CPU: {plan.reason}")
             observer.note(f"queue: {'a private server in ' + str(settings.home) if server.is_embedded else 'ready'}")
             ticker = Ticker(database, settings, server, observer.note, is_strict=False)
             crew = Crew(settings, database, artifact.path, count, observer.note, gives_up=False, gpus=plan.gpus)
@@ -301,6 +306,8 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
         upgrade_schema(database)
         with open_queue_server(settings) as server:
             settings = with_queue_url(settings, server.url)
+            if not await_queue(settings.queue, observer.note, signals):
+                return
             ticker = Ticker(database, settings, server, observer.note, is_strict=False)
             sender = WebhookSender(database, settings.webhook).start()
             validator = Validator(database, settings).start()
@@ -315,6 +322,30 @@ def tick_forever(settings: Settings, observer: UpObserver, signals: StopSignals)
                 sender.close()
                 validator.close()
                 alive_file.unlink(missing_ok=True)
+
+
+def await_queue(settings: QueueSettings, note: Callable[[str], None], signals: StopSignals) -> bool:
+    """At the start: whether the queue answers and lets us in; False: a signal came first. One that goes away later is
+    waited for without an end, by whoever needs it.
+
+    Raises QueueError at once where waiting would not help, and after QUEUE_WAIT_S where the server has not come.
+    """
+    deadline = time.monotonic() + QUEUE_WAIT_S
+    is_said = False
+    with contextlib.closing(make_app(settings)) as app:
+        while not signals.is_set:
+            try:
+                ping(app)
+                return True
+            except QueueError as error:
+                if not error.may_come or time.monotonic() > deadline:
+                    raise
+                if not is_said:
+                    is_said = True
+                    log.warning("queue_awaited", up_to_s=QUEUE_WAIT_S, reason=error.message)
+                    note(f"waiting up to {QUEUE_WAIT_S:g} s: {error.message}")
+            signals.wait(QUEUE_LOOK_S)
+    return False
 
 
 def _open_doors(database: Database, settings: Settings, observer: UpObserver) -> Doors:

@@ -9,6 +9,8 @@ password, a statement never with its parameters (they hold prompts).
 from __future__ import annotations
 
 import math
+import re
+import shutil
 import sqlite3
 import threading
 import time
@@ -21,6 +23,7 @@ from sqlalchemy import Connection as Connection
 from sqlalchemy import Engine, create_engine, event, exc, inspect, text
 from sqlalchemy.engine import URL, make_url
 
+from storage.addresses import wrong_in_address
 from storage.direct import run_sqlite
 from storage.errors import StorageError
 
@@ -35,10 +38,13 @@ SHORTEST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.0003, 0.005
 # A Postgres transaction that has said nothing for so long has lost its process, or the machine that this ran on: the
 # server ends it, and with it the locks that everybody else waits for. Ours are silent for milliseconds.
 SILENT_TRANSACTION_S = 60.0
+# A disk with less room than SQLite's smallest steps of growth (a log of 32 KiB in shared memory, a few pages) is full.
+FULL_BYTES = 128 << 10
 # Idle for longer than this, a Postgres connection is tried out before it is used.
 PING_AFTER_S = 1.0
 # Every 30 s the offset between this host's steady clock and the database server's clock is measured anew.
 CLOCK_REFRESH_S = 30.0
+POSTGRES_URL = re.compile(r"(postgres|postgresql|postgresql\+psycopg)://")
 # Any fixed numbers: they name our two advisory locks among all those of one Postgres database.
 SCHEMA_LOCK = 0x70726F6D_01
 DISPATCH_LOCK = 0x70726F6D_02
@@ -196,7 +202,7 @@ def open_database(url: str) -> Database:
     Raises StorageError: invalid_database_url, database_driver_missing, database_unreachable and the like.
     """
     parsed = _parse(url)
-    shown = parsed.render_as_string(hide_password=True)
+    shown = _shown(parsed)
     if parsed.get_backend_name() == "sqlite":
         engine = _sqlite_engine(parsed, shown)
     else:
@@ -275,11 +281,18 @@ def _too_new(database: Database, found: str) -> StorageError:
 
 def _parse(url: str) -> URL:
     wanted = "wanted: sqlite:///path/to/file.db or postgresql://user:password@host:5432/name"
+    if POSTGRES_URL.match(url) and (wrong := _wrong_in_postgres_url(url)):
+        raise StorageError(
+            f"PROMPTMILL_DATABASE_URL: {wrong}; write it as postgresql://user:password@host:5432/name, with each of "
+            "/ @ : ? # [ ] % in user and password percent-encoded (%2F %40 %3A %3F %23 %5B %5D %25)",
+            code="invalid_database_url",
+        )
     try:
         parsed = make_url(url)
-    except exc.ArgumentError as error:
-        raise StorageError(f"the database URL cannot be read; {wanted}", code="invalid_database_url") from error
-    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+    except (exc.ArgumentError, ValueError):
+        # Without the cause: it quotes the URL.
+        raise StorageError(f"the database URL cannot be read; {wanted}", code="invalid_database_url") from None
+    if POSTGRES_URL.match(url):
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername == "sqlite":
         if parsed.database in (None, "", ":memory:"):
@@ -292,6 +305,26 @@ def _parse(url: str) -> URL:
     raise StorageError(
         f"database URL scheme {parsed.drivername!r} is not supported; {wanted}", code="invalid_database_url"
     )
+
+
+def _wrong_in_postgres_url(url: str) -> str | None:
+    """What is wrong with it, in words that repeat no part of it; None: nothing that shows before connecting.
+
+    A password ends at the first @, as SQLAlchemy reads it: what follows would be shown, for it is taken for the host.
+    """
+    rest = url.partition("://")[2]
+    login = re.match("[^:/]*(?::[^@]*)?@", rest)  # as SQLAlchemy has it
+    rest = rest[login.end() :] if login else rest
+    if "@" in rest:
+        return "the user or the password has an @ in it as it is"
+    address = re.split("[/?]", rest, maxsplit=1)[0]
+    return wrong_in_address(address)
+
+
+def _shown(url: URL) -> str:
+    """The URL without passwords, wherever they stand."""
+    hidden = {name: "hidden" for name in url.query if "password" in name}
+    return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
 def _sqlite_engine(url: URL, shown: str) -> Engine:
@@ -429,11 +462,19 @@ def _busy(shown: str) -> StorageError:
     )
 
 
+def _is_disk_full(shown: str) -> bool:
+    try:
+        return shutil.disk_usage(Path(make_url(shown).database or "").parent).free < FULL_BYTES
+    except OSError:
+        return False
+
+
 def _explain_sqlite(said: str, shown: str) -> StorageError:
     lowered = said.lower()
     if "locked" in lowered or "busy" in lowered:
         return _busy(shown)
-    if "disk is full" in lowered:
+    # A write-ahead log that finds no room is told as a fault of the disk.
+    if "disk is full" in lowered or ("disk i/o" in lowered and _is_disk_full(shown)):
         return StorageError(
             f"database {shown}: the disk is full; free some space, the work goes on by itself",
             code="disk_full",

@@ -24,8 +24,8 @@ import structlog
 from celery import Celery, signals
 
 from jobs.dispatch import take_back
-from jobs.queue import InteractiveQueue, QueueError, make_app, own_queue_name, queue_name, redis_url
-from jobs.settings import Settings
+from jobs.queue import InteractiveQueue, QueueError, make_app, own_queue_name, ping, queue_name, redis_url
+from jobs.settings import QueueSettings, Settings
 from storage import queries
 from storage.database import Database, open_database, upgrade_schema
 from storage.errors import PromptmillError, StorageError
@@ -86,6 +86,7 @@ def run_worker(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with open_database(settings.database.url) as database:
         upgrade_schema(database)
+        _refuse_wrong_queue(settings.queue)
         artifact = load_artifact(artifact_path, check_digests=True)
         host = socket.gethostname()
         place = place_worker(gpu, settings.engine.flavour, artifact, os.environ, pynvml, cuda_trouble, number)
@@ -113,6 +114,16 @@ def run_worker(
         else:
             _retire(database, name, WorkerStatus.STOPPED, None)
         return code
+
+
+def _refuse_wrong_queue(settings: QueueSettings) -> None:
+    """Raise QueueError where the queue refuses us: Celery would ask it for ever. One that is away may come."""
+    with contextlib.closing(make_app(settings)) as app:
+        try:
+            ping(app)
+        except QueueError as error:
+            if not error.may_come:
+                raise
 
 
 def _consume(

@@ -26,6 +26,7 @@ from jobs.gateway.app import create_app
 from jobs.gateway.errors import INVALID_REQUEST
 from jobs.listening import BACKLOG, open_sockets
 from jobs.settings import Settings
+from jobs.up import await_queue, stop_signals
 
 MAX_HEADER_BYTES = 32 * 1024
 # Longer than the SDK's pool and most proxies keep an idle connection: whoever closes last causes no failed call.
@@ -169,9 +170,13 @@ def make_server(settings: Settings, note: Any = lambda _text: None) -> Server:
 def serve(settings: Settings, note: Any) -> int:
     """Run until SIGINT or SIGTERM; calls in hand get `drain_s`. Returns the exit code.
 
-    Raises PromptmillError when it cannot start: ListenError, SettingsError, StorageError, QueueServerError; SystemExit
-    when that has a reason which nobody foresaw, and which is in the log.
+    Raises PromptmillError when it cannot start: ListenError, SettingsError, StorageError, QueueServerError, QueueError;
+    SystemExit when that has a reason which nobody foresaw, and which is in the log.
     """
+    if settings.queue.url:
+        with stop_signals() as signals:
+            if not await_queue(settings.queue, note, signals):
+                return 0
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with an upload is told to its sender

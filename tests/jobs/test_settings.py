@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import redis
 
-from jobs.settings import LONGEST_RUNTIME_DIR, Settings, bounds_of, environment_of, load_settings, variables
+from jobs.queue import make_app, redis_url
+from jobs.settings import (
+    LONGEST_RUNTIME_DIR,
+    QueueSettings,
+    Settings,
+    bounds_of,
+    check_queue_url,
+    environment_of,
+    load_settings,
+    variables,
+)
 from storage.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +142,124 @@ def test_secrets_do_not_print(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(env_file=None)
     assert "hunter2" not in f"{settings} {settings!r} {settings.database!r}"
     assert settings.database.url == "postgresql://me:hunter2@db/name"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("# mine\nPROMPTMILL_LOG_LEVEL='hunter2\n", 2),
+        ('PROMPTMILL_LOG_LEVEL=debug\n\nPROMPTMILL_HOME="hunter2', 3),
+        ("OTHER=1\nhunter2 line\n", 2),
+        ("PROMPTMILL_LOG_LEVEL\n", 1),
+        ("export PROMPTMILL_LOG_LEVEL\n", 1),
+        ("=hunter2\n", 1),
+    ],
+)
+def test_a_line_of_the_file_that_is_no_setting_is_refused(tmp_path: Path, text: str, line: int) -> None:
+    """It was left out, and the program went on without the setting."""
+    (tmp_path / ".env").write_text(text)
+    with pytest.raises(SettingsError) as raised:
+        load_settings(tmp_path / ".env")
+    assert raised.value.message == (
+        f"{tmp_path / '.env'}, line {line}, is no setting; write NAME=value, close the quotes that it opens, "
+        "or begin it with # to leave it out"
+    )
+
+
+def test_lines_of_other_programs_and_an_editors_mark_are_taken(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"\xef\xbb\xbfPROMPTMILL_LOG_LEVEL=debug\r\nOTHER\nexport A='b\nc' # d\n\n# e\n")
+    assert load_settings(tmp_path / ".env").log.level == "debug"
+
+
+def test_what_has_the_files_name_and_is_no_file_is_refused(tmp_path: Path) -> None:
+    assert load_settings(tmp_path / ".env").log.level == "info"
+    (tmp_path / ".env").mkdir()
+    with pytest.raises(SettingsError, match=r"/\.env is not a file; .* move it away"):
+        load_settings(tmp_path / ".env")
+    (tmp_path / ".env" / "pyvenv.cfg").write_text("")  # a virtual environment by that name is nothing of ours
+    assert load_settings(tmp_path / ".env").log.level == "info"
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SettingsError, match="is not a file"):
+        load_settings(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://127.0.0.1:abc/0", "the port after the host is not a number from 1 to 65,535"),
+        ("redis://127.0.0.1:99999/0", "the port after the host is not a number from 1 to 65,535"),
+        ("redis://127.0.0.1:0/0", "the port after the host"),
+        ("redis://127.0.0.1:/0", "the port after the host"),
+        ("redis://127.0.0.1:6379/abc", "the database after the host is not a number"),
+        ("redis://127.0.0.1:6379/-1", "the database after the host"),
+        ("redis://127.0.0.1:6379/0/1", "the database after the host"),
+        ("redis://[::1", "the host is not an IPv6 address in brackets"),
+        ("redis://[zz]:6379/0", "the host is not an IPv6 address in brackets"),
+        ("redis://::1", "the host is an IPv6 address without its brackets"),
+        ("redis://a]b:6379/0", "the host has a bracket"),
+        ("redis://ho\u2100st/0", "the host has a character in it that no host has"),
+        ("redis://ho st/0", "it has a space or a control character in it"),
+        ("redis://host/0\n", "it has a space or a control character in it"),
+        ("redis://host/0#1", "it has a ; or a # in it"),
+        ("redis://host/0;redis://other/0", "it has a ; or a # in it"),
+        ("redis://host/0?db=3", "after ? it may have ssl_cert_reqs"),
+        ("redis://host/0?ssl_cert_reqs=none", "and those with rediss://"),
+        ("rediss://host/0?ssl_cert_reqs=perhaps", "ssl_cert_reqs is none of none, optional, required"),
+        ("redis+socket://host/path", "it has no absolute path to a socket"),
+        ("redis+socket://", "it has no absolute path to a socket"),
+        ("redis+socket:///path?virtual_host=abc", "the database (virtual_host) is not a whole number"),
+        ("redis+socket:///path?db=1", "after ? it may have virtual_host alone"),
+        ("redis+socket:///path#1", "it has a # in it"),
+        ("redis://:hunter2/x@127.0.0.1:6379/0", "the user or the password has one of"),
+        ("redis://:hunter2@x@127.0.0.1:6379/0", "the user or the password has one of"),
+        ("redis://:hunter2#x@127.0.0.1:6379/0", "the user or the password has one of"),
+        ("redis://:hunter2?x@127.0.0.1:6379/0", "the user or the password has one of"),
+        ("redis://:hunter2[x@127.0.0.1:6379/0", "the user or the password has one of"),
+        ("redis://:hunter2;x@127.0.0.1:6379/0", "it has a ; or a # in it"),
+        ("redis://user:hunter2/0", "the port after the host"),
+        ("redis+socket://:hunter2@/path", "it has no absolute path to a socket"),
+        ("hunter2@127.0.0.1:6379/0", "begins with no scheme that is known; wanted: redis://host:6379/0"),
+        (":hunter2@127.0.0.1://6379", "begins with no scheme that is known; wanted: redis://host:6379/0"),
+    ],
+)
+def test_a_queue_url_that_is_none_is_refused_without_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, says: str
+) -> None:
+    """What is not a port is the rest of a password where that has a slash in it; libraries quote it in tracebacks."""
+    monkeypatch.setenv("PROMPTMILL_QUEUE_URL", url)
+    with pytest.raises(SettingsError) as raised:
+        load_settings(env_file=None)
+    said = raised.value.message
+    assert said.startswith("PROMPTMILL_QUEUE_URL")
+    assert says in said
+    assert "write it as redis" in said or "wanted: redis://" in said
+    assert not any(part in said for part in ("hunter2", "x@", "\n", "127.0.0.1"))
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://",
+        "redis://queue",
+        "redis://queue:6379",
+        "redis://queue:6379/",
+        "redis://queue//3",
+        "redis:///3",
+        "redis://[::1]:6379/0",
+        "redis://[fe80::1%25eth0]/0",
+        "redis://me:a%40b%2Fc%3A%23%5B@queue:6379/15",
+        "redis://me:a:b!$&'()*+,=@queue/0",
+        "rediss://:pw@queue/0?ssl_cert_reqs=none&ssl_ca_certs=/etc/ca.pem",
+        "redis+socket:///run/queue.sock",
+        "redis+socket:///run/a%20b@c.sock?virtual_host=3",
+    ],
+)
+def test_queue_urls_that_are_right_are_taken_by_both_libraries(url: str) -> None:
+    check_queue_url(url)
+    with contextlib.closing(make_app(QueueSettings(url=url))) as app, app.connection_for_write() as connection:
+        assert connection.info()["transport"].startswith("redis")
+    redis.ConnectionPool.from_url(redis_url(url))
 
 
 def test_settings_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:

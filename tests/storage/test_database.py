@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
+from sqlalchemy import exc, text
 
 import storage.migrations
 from storage.database import (
@@ -290,6 +292,18 @@ def test_a_full_disk_is_a_passing_error_that_loses_nothing(sqlite_database: Data
         assert connection.execute(text("SELECT text FROM prefixes")).scalars().all() == ["kept"]
 
 
+@pytest.mark.parametrize(("free", "code"), [(0, "disk_full"), (1 << 30, "database_io")])
+def test_a_fault_of_a_disk_without_room_is_a_full_disk(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, free: int, code: str
+) -> None:
+    """SQLite calls it an I/O error where its log finds no room."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+    error = exc.OperationalError("SELECT 1", {}, sqlite3.OperationalError("disk I/O error"))
+    with pytest.raises(StorageError) as raised, sqlite_database.read():
+        raise error
+    assert (raised.value.code, raised.value.retryable) == (code, True)
+
+
 def test_only_the_writer_does_without_sqlites_own_waiting(sqlite_database: Database) -> None:
     """It looks at the lock by itself; others would fail at once where SQLite waits a moment."""
     with sqlite_database.write() as connection:
@@ -332,6 +346,50 @@ def test_a_file_locked_by_another_program_is_waited_for_then_named(
         with database.write():
             pass
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://postgres:hunter2@127.0.0.1:notaport/mill", "the port after the host is not a number from 1 to"),
+        ("postgresql://postgres:hunter2@127.0.0.1:/mill", "the port after the host is not a number from 1 to 65,535"),
+        ("postgresql://postgres:hunter2@127.0.0.1:99999/mill", "the port after the host is not a number from 1 to"),
+        ("postgresql://postgres:hunter2@127.0.0.1:0/mill", "the port after the host is not a number from 1 to 65,535"),
+        ("postgresql://postgres:hunter2@[::1/mill", "the host is not an IPv6 address in brackets"),
+        ("postgresql://postgres:hunter2@::1/mill", "the host is an IPv6 address without its brackets"),
+        ("postgres://postgres:hunter2@secret@127.0.0.1:54999/mill", "the user or the password has an @ in it"),
+        ("postgresql+psycopg://postgres:a@hunter2:1@127.0.0.1/mill", "the user or the password has an @ in it"),
+        ("postgresql://postgres:a@b/hunter2@127.0.0.1/mill", "the user or the password has an @ in it"),
+        ("postgresql://postgres:a@b?hunter2@127.0.0.1/mill", "the user or the password has an @ in it"),
+        ("postgresql://postgres:hunter2/mill", "the port after the host is not a number from 1 to 65,535"),
+    ],
+)
+def test_a_postgres_url_that_is_none_is_refused_without_a_part_of_it(url: str, says: str) -> None:
+    """What follows an unescaped @ of a password was taken for the host and shown."""
+    with pytest.raises(StorageError) as raised:
+        open_database(url)
+    said = raised.value.message
+    assert raised.value.code == "invalid_database_url"
+    assert said.startswith(f"PROMPTMILL_DATABASE_URL: {says}")
+    assert "write it as postgresql://user:password@host:5432/name" in said
+    assert not any(part in said for part in ("hunter2", "secret", "127.0.0.1", "notaport"))
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2%40%2F%3A@127.0.0.1:5432/d",
+        "postgresql://me:hunter2/#?:[x@127.0.0.1:5432/d",
+        "postgresql://me@server:hunter2@127.0.0.1/d",
+        "postgresql://me:hunter2@[::1]:5432/d",
+        "postgresql:///d?host=/tmp&password=hunter2&sslpassword=hunter2",
+    ],
+)
+def test_postgres_urls_that_can_be_read_are_taken_and_shown_without_password(url: str) -> None:
+    with open_database(url) as database:
+        assert "hunter2" not in database.shown_url
+        assert "***" in database.shown_url or "password=hidden" in database.shown_url
 
 
 def test_a_statement_that_fails_does_not_show_its_parameters(database: Database) -> None:
