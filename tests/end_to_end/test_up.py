@@ -229,7 +229,7 @@ def test_a_request_is_audited_and_replayed(up: Home) -> None:
         (["audit", "batch_req_zzz"], "there is no request batch_req_zzz"),
         (["audit", "word"], "BATCH:custom_id"),
         (["set", "last"], "nothing to set"),
-        (["set", "last", "--deadline", "soon"], "is not a deadline"),
+        (["set", "last", "--deadline", "soon"], "--deadline 'soon' is no time"),
         (["purge", "--older-than", "ages", "--yes"], "is not a length of time"),
         (["submit", "IN", "--model", "gpt-4"], "gpt-4 is not an artifact"),
         (["export", "last", "-o", "no/such/folder/x.csv"], "cannot be written"),
