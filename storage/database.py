@@ -9,8 +9,8 @@ password, a statement never with its parameters (they hold prompts).
 from __future__ import annotations
 
 import math
+import os
 import re
-import shutil
 import sqlite3
 import threading
 import time
@@ -38,13 +38,13 @@ SHORTEST_LOCK_PAUSE_S, LONGEST_LOCK_PAUSE_S = 0.0003, 0.005
 # A Postgres transaction that has said nothing for so long has lost its process, or the machine that this ran on: the
 # server ends it, and with it the locks that everybody else waits for. Ours are silent for milliseconds.
 SILENT_TRANSACTION_S = 60.0
-# A disk with less room than SQLite's smallest steps of growth (a log of 32 KiB in shared memory, a few pages) is full.
-FULL_BYTES = 128 << 10
 # Idle for longer than this, a Postgres connection is tried out before it is used.
 PING_AFTER_S = 1.0
 # Every 30 s the offset between this host's steady clock and the database server's clock is measured anew.
 CLOCK_REFRESH_S = 30.0
 POSTGRES_URL = re.compile(r"(postgres|postgresql|postgresql\+psycopg)://")
+# With less than this a disk is full: SQLite enlarges its files by 32 KiB and a page or two.
+LEAST_FREE_BYTES = 1 << 17
 # Any fixed numbers: they name our two advisory locks among all those of one Postgres database.
 SCHEMA_LOCK = 0x70726F6D_01
 DISPATCH_LOCK = 0x70726F6D_02
@@ -462,19 +462,11 @@ def _busy(shown: str) -> StorageError:
     )
 
 
-def _is_disk_full(shown: str) -> bool:
-    try:
-        return shutil.disk_usage(Path(make_url(shown).database or "").parent).free < FULL_BYTES
-    except OSError:
-        return False
-
-
 def _explain_sqlite(said: str, shown: str) -> StorageError:
     lowered = said.lower()
     if "locked" in lowered or "busy" in lowered:
         return _busy(shown)
-    # A write-ahead log that finds no room is told as a fault of the disk.
-    if "disk is full" in lowered or ("disk i/o" in lowered and _is_disk_full(shown)):
+    if "disk is full" in lowered or (_may_mean_full(lowered) and _is_full(shown)):
         return StorageError(
             f"database {shown}: the disk is full; free some space, the work goes on by itself",
             code="disk_full",
@@ -504,11 +496,29 @@ def _explain_sqlite(said: str, shown: str) -> StorageError:
         )
     if "disk i/o" in lowered:
         return StorageError(
-            f"database {shown}: the disk failed to read or write ({said})", code="database_io", retryable=True
+            f"database {shown}: the disk failed to read or write ({said}); see whether your quota of it is used up, and "
+            "what the system's log (dmesg) says of it",
+            code="database_io",
+            retryable=True,
         )
     if "constraint" in lowered:
         return StorageError(f"database {shown}: {said}", code="constraint_violated")
     return StorageError(f"database {shown}: {said}", code="database_error")
+
+
+def _may_mean_full(lowered: str) -> bool:
+    """Whether SQLite says so on a full disk too: of the files beside the database, which it maps into memory."""
+    return "disk i/o" in lowered or "unable to open" in lowered
+
+
+def _is_full(shown: str) -> bool:
+    """Whether the file system of an SQLite database has no room for another page, or for another file."""
+    try:
+        found = os.statvfs(Path(make_url(shown).database or "").expanduser().absolute().parent)
+    except (OSError, AttributeError):  # not there; Windows has no such call
+        return False
+    # Some file systems know no number of files: it is 0 of 0 then.
+    return found.f_bavail * found.f_frsize < LEAST_FREE_BYTES or (found.f_files > 0 and found.f_favail == 0)
 
 
 def _explain_postgres(said: str, sqlstate: str, shown: str, error: exc.DBAPIError) -> StorageError:

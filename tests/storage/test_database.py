@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import exc, text
+from sqlalchemy import text
 
 import storage.migrations
 from storage.database import (
@@ -292,16 +291,25 @@ def test_a_full_disk_is_a_passing_error_that_loses_nothing(sqlite_database: Data
         assert connection.execute(text("SELECT text FROM prefixes")).scalars().all() == ["kept"]
 
 
-@pytest.mark.parametrize(("free", "code"), [(0, "disk_full"), (1 << 30, "database_io")])
-def test_a_fault_of_a_disk_without_room_is_a_full_disk(
-    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, free: int, code: str
+@pytest.mark.parametrize("said", ["disk I/O error", "unable to open database file"])
+@pytest.mark.parametrize(("free_blocks", "free_files", "is_full"), [(0, 9, True), (9999, 0, True), (9999, 9, False)])
+def test_a_full_disk_is_named_however_sqlite_puts_it(
+    sqlite_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    free_blocks: int,
+    free_files: int,
+    is_full: bool,
 ) -> None:
-    """SQLite calls it an I/O error where its log finds no room."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
-    error = exc.OperationalError("SELECT 1", {}, sqlite3.OperationalError("disk I/O error"))
+    """Of the files beside the database it says something else, to whoever only reads too."""
+    disk = SimpleNamespace(f_bavail=free_blocks, f_frsize=4096, f_files=100, f_favail=free_files)
+    monkeypatch.setattr("storage.database.os.statvfs", lambda _folder: disk)
     with pytest.raises(StorageError) as raised, sqlite_database.read():
-        raise error
-    assert (raised.value.code, raised.value.retryable) == (code, True)
+        raise sqlite3.OperationalError(said)
+    assert (raised.value.code == "disk_full") == is_full
+    assert ("the disk is full; free some space" in raised.value.message) == is_full
+    if not is_full and "I/O" in said:
+        assert "dmesg" in raised.value.message
 
 
 def test_only_the_writer_does_without_sqlites_own_waiting(sqlite_database: Database) -> None:
