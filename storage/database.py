@@ -55,9 +55,10 @@ _Returned = TypeVar("_Returned")
 class Database:
     """An open database. Threads may share it; processes open their own."""
 
-    def __init__(self, engine: Engine, shown_url: str) -> None:
+    def __init__(self, engine: Engine, shown_url: str, file: Path | None) -> None:
         self.engine = engine
         self.shown_url = shown_url
+        self.file = file  # SQLite's
         self.is_sqlite = engine.dialect.name == "sqlite"
         # SQLite has one writer. Threads of one process queue up here, which is fair and wakes at once; its own
         # busy handler, needed between processes, polls with growing sleeps.
@@ -197,17 +198,18 @@ class Database:
 
 
 def open_database(url: str) -> Database:
-    """Open `sqlite:///path` or `postgresql://user:password@host/name`; nothing is created yet except SQLite's file.
+    """Open `sqlite:///path` or `postgresql://user:password@host/name`; nothing is created yet.
+
+    Look at the schema first (`check_schema`, `upgrade_schema`): a connection to an SQLite file makes it.
 
     Raises StorageError: invalid_database_url, database_driver_missing, database_unreachable and the like.
     """
     parsed = _parse(url)
     shown = _shown(parsed)
     if parsed.get_backend_name() == "sqlite":
-        engine = _sqlite_engine(parsed, shown)
-    else:
-        engine = _postgres_engine(parsed, shown)
-    return Database(engine, shown)
+        file = Path(parsed.database or "").expanduser().absolute()
+        return Database(_sqlite_engine(parsed.set(database=str(file))), shown, file)
+    return Database(_postgres_engine(parsed, shown), shown, None)
 
 
 def upgrade_schema(database: Database) -> None:
@@ -217,6 +219,7 @@ def upgrade_schema(database: Database) -> None:
     """
     if schema_revision(database) == SCHEMA_REVISION:
         return
+    _make_folder(database)
     # Slow to import, and needed once per version.
     from alembic import command
     from alembic.config import Config
@@ -251,6 +254,8 @@ def check_schema(database: Database) -> None:
 
 def schema_revision(database: Database) -> str | None:
     """The schema step that the database stands at; None: no tables yet."""
+    if database.file is not None and not os.path.lexists(database.file):
+        return None  # to look into it would make it
     with database.read() as connection:
         return _revision(connection)
 
@@ -327,17 +332,21 @@ def _shown(url: URL) -> str:
     return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
-def _sqlite_engine(url: URL, shown: str) -> Engine:
-    folder = Path(url.database or "").expanduser().absolute().parent
+def _make_folder(database: Database) -> None:
+    if database.file is None:
+        return
+    folder = database.file.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"database {shown}: cannot create the folder {folder}: {error.strerror}; "
+            f"database {database.shown_url}: cannot create the folder {folder}: {error.strerror}; "
             "choose another PROMPTMILL_HOME or PROMPTMILL_DATABASE_URL",
             code="database_unwritable",
         ) from error
-    url = url.set(database=str(Path(url.database or "").expanduser().absolute()))
+
+
+def _sqlite_engine(url: URL) -> Engine:
     engine = create_engine(
         url,
         connect_args={"timeout": BUSY_TIMEOUT_S},
@@ -496,8 +505,8 @@ def _explain_sqlite(said: str, shown: str) -> StorageError:
         )
     if "disk i/o" in lowered:
         return StorageError(
-            f"database {shown}: the disk failed to read or write ({said}); see whether your quota of it is used up, and "
-            "what the system's log (dmesg) says of it",
+            f"database {shown}: the disk failed to read or write ({said}); see whether your quota of it is used up, "
+            "and what the system's log (dmesg) says of it",
             code="database_io",
             retryable=True,
         )

@@ -250,9 +250,24 @@ def test_a_damaged_file_is_named(sqlite_url: str) -> None:
 
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot create the folder") as raised:
-        open_database(f"sqlite:///{tmp_path / 'file' / 'home' / 'promptmill.db'}")
+    with (
+        open_database(f"sqlite:///{tmp_path / 'file' / 'home' / 'promptmill.db'}") as database,
+        pytest.raises(StorageError, match="cannot create the folder") as raised,
+    ):
+        upgrade_schema(database)
     assert raised.value.code == "database_unwritable"
+
+
+def test_looking_at_a_database_that_is_not_there_makes_nothing(tmp_path: Path) -> None:
+    """A misspelt path would leave an empty database behind, which then hides the mistake."""
+    with open_database(f"sqlite:///{tmp_path / 'nofolder' / 'x.db'}") as database:
+        assert schema_revision(database) is None
+        with pytest.raises(StorageError, match="has no promptmill tables yet; `promptmill migrate` makes them"):
+            check_schema(database)
+    assert list(tmp_path.iterdir()) == []
+    with open_database(f"sqlite:///{tmp_path / 'nofolder' / 'x.db'}") as database:
+        upgrade_schema(database)
+        check_schema(database)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everything")
