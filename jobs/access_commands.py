@@ -14,7 +14,7 @@ from jobs.protocol import dump_json
 from jobs.report import instant
 from jobs.settings import load_settings
 from storage import outbox, queries, transitions
-from storage.database import Database, open_database, upgrade_schema
+from storage.database import Database, check_schema, open_database, upgrade_schema
 from storage.outbox import DeliveryRow, EndpointRow
 from storage.queries import ApiKeyRow, TenantRow, TenantUsage
 
@@ -33,7 +33,7 @@ def create_key(name: str, tenant: str, expires: str | None, as_json: bool) -> in
 
 
 def list_keys(tenant: str | None, as_json: bool) -> int:
-    with _database("key") as database:
+    with _database("key", only_reads=True) as database:
         with database.read() as connection:
             rows = queries.list_api_keys(connection, tenant)
         now = database.now()
@@ -82,7 +82,7 @@ def set_tenant(name: str, weight: float | None, quotas: Mapping[str, str | None]
 
 
 def list_tenants(as_json: bool) -> int:
-    with _database("tenant") as database, database.read() as connection:
+    with _database("tenant", only_reads=True) as database, database.read() as connection:
         rows = [(row, queries.tenant_usage(connection, name)) for name, row in queries.tenants(connection).items()]
     rows.sort(key=lambda each: each[0].name)
     if as_json:
@@ -109,7 +109,7 @@ def add_webhook(url: str, tenant: str, events: Sequence[str], as_json: bool) -> 
 
 
 def list_webhooks(tenant: str | None, with_deliveries: bool, as_json: bool) -> int:
-    with _database("webhook") as database, database.read() as connection:
+    with _database("webhook", only_reads=True) as database, database.read() as connection:
         rows = outbox.list_endpoints(connection, tenant)
         deliveries = {row.id: outbox.deliveries_of(connection, row.id) for row in rows} if with_deliveries else {}
     if as_json:
@@ -258,9 +258,11 @@ def _table_console() -> Console:
 
 
 @contextmanager
-def _database(command: str) -> Iterator[Database]:
+def _database(command: str, *, only_reads: bool = False) -> Iterator[Database]:
+    """The database; its tables are made, unless the command only reads: such a one makes nothing at all."""
     settings = load_settings()
-    set_up_logs(command, level=settings.log.level, file=settings.logs_dir / f"{command}.log", console=False)
+    file = settings.logs_dir / f"{command}.log"
+    set_up_logs(command, level=settings.log.level, file=file, console=False, must_write=not only_reads)
     with open_database(settings.database.url) as database:
-        upgrade_schema(database)
+        (check_schema if only_reads else upgrade_schema)(database)
         yield database

@@ -192,7 +192,7 @@ def show(named: str, full: bool, as_json: bool) -> int:
 
 
 def watch(named: str) -> int:
-    with _database(_settings("watch")) as database:
+    with _database(_settings("watch", only_reads=True)) as database:
         return _watch(database, steering.find_batch(database, named), Console(stderr=True))
 
 
@@ -209,7 +209,7 @@ def results(named: str, output: str, follow: bool, cursor: int) -> int:
     from jobs.results import render_result, write_results
 
     console = Console(stderr=True)
-    with _database(_settings("results")) as database:
+    with _database(_settings("results", only_reads=True)) as database:
         batch = steering.find_batch(database, named)
         if batch.text_purged_at is not None:
             raise _purged(batch, batch.text_purged_at, "text")
@@ -242,7 +242,7 @@ def export(named: str, given: Mapping[str, Any]) -> int:
     from jobs.inputs import InputFormat
     from jobs.source import open_source
 
-    settings = _settings("export")
+    settings = _settings("export", only_reads=True)
     output, input_path = given["output"], given["input_path"]
     format_ = ExportFormat(given["format_"]) if given["format_"] else guess_export_format(output)
     with _database(settings) as database, contextlib.ExitStack() as stack:
@@ -267,7 +267,7 @@ def export(named: str, given: Mapping[str, Any]) -> int:
 def audit(named: str, is_replay: bool, model: str | None, text: bool, as_json: bool) -> int:
     from jobs.audit import audit_request, describe
 
-    settings = _settings("audit")
+    settings = _settings("audit", only_reads=not is_replay)
     with _database(settings) as database:
         found = audit_request(database, named)
         if is_replay:
@@ -457,12 +457,13 @@ def _print_finding(console: Console, finding: Finding) -> None:
 # --- what they share ---------------------------------------------------------------------------------------------
 
 
-def _settings(command: str, *, console: bool = False) -> Settings:
-    """The settings, for commands that have something to log."""
+def _settings(command: str, *, console: bool = False, only_reads: bool = False) -> Settings:
+    """The settings, for commands that have something to log; one that only reads does without where it cannot."""
     from jobs.logs import set_up_logs  # with structlog, which whoever only looks at a batch does not need
 
     settings = load_settings()
-    set_up_logs(command, level=settings.log.level, file=settings.logs_dir / f"{command}.log", console=console)
+    file = settings.logs_dir / f"{command}.log"
+    set_up_logs(command, level=settings.log.level, file=file, console=console, must_write=not only_reads)
     return settings
 
 

@@ -58,16 +58,15 @@ def _python() -> Finding:
 
 
 def _home(settings: Settings) -> Finding:
-    home = settings.home
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        free_gib = shutil.disk_usage(home).free / GIB
-    except OSError as error:
-        return Finding(
-            "missing", "home", f"{home} cannot be made: {error.strerror}", "set PROMPTMILL_HOME to a folder of yours"
-        )
-    if not os.access(home, os.W_OK):
-        return Finding("missing", "home", f"{home} is read-only", "set PROMPTMILL_HOME to a folder of yours")
+    home, way_out = settings.home, "set PROMPTMILL_HOME to a folder of yours"
+    # The first run makes it, in the folder that is there.
+    nearest = next(each for each in (home, *home.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        return Finding("missing", "home", f"{home} cannot be made: {nearest} is not a folder", way_out)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        what = "is read-only" if nearest == home else f"cannot be made: {nearest} is read-only"
+        return Finding("missing", "home", f"{home} {what}", way_out)
+    free_gib = shutil.disk_usage(nearest).free / GIB
     text = f"{home}, {free_gib:.0f} GiB free"
     if free_gib < LEAST_FREE_DISK_GIB:
         return Finding("note", "home", text, "make room, or set PROMPTMILL_HOME to a larger disk")

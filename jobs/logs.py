@@ -27,11 +27,19 @@ QUIET_LIBRARIES = ("celery", "kombu", "amqp", "redis", "sqlalchemy", "alembic")
 Level = Literal["debug", "info", "warning", "error"]
 
 
-def set_up_logs(process: str, *, level: Level = "info", file: Path | None = None, console: bool = True) -> None:
+def set_up_logs(
+    process: str,
+    *,
+    level: Level = "info",
+    file: Path | None = None,
+    console: bool = True,
+    must_write: bool = True,
+) -> None:
     """Send structlog and standard logging to the same places.
 
-    process: names this process in every line. file: JSON lines are appended to it, and it rotates.
-    console: also write to standard error. Raises SettingsError when the file cannot be written.
+    process: names this process in every line. file: JSON lines are appended to it, and it rotates. console: also write
+    to standard error. must_write: raise SettingsError when the file cannot be written; a command that only reads does
+    without it.
     """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -40,7 +48,7 @@ def set_up_logs(process: str, *, level: Level = "info", file: Path | None = None
         _name(process),
     ]
     handlers: list[logging.Handler] = []
-    if file is not None:
+    if file is not None and (must_write or _why_unwritable(file) is None):
         handlers.append(_file_handler(file, shared))
     if console:
         terminal = logging.StreamHandler(sys.stderr)
@@ -81,22 +89,41 @@ def crash_facts(error: BaseException) -> dict[str, str]:
 
 
 def _file_handler(file: Path, shared: list[Any]) -> logging.Handler:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # The file is made by the first line: most commands have nothing to say, and `logs` stays easy to look through.
-        handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", delay=True)
-        if not os.access(file if file.exists() else file.parent, os.W_OK) or file.is_dir():
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise SettingsError(
-            f"cannot write the log {file}: {error.strerror}; make it writable or choose another PROMPTMILL_HOME"
-        ) from error
+    if why := _why_unwritable(file):
+        raise SettingsError(f"cannot write the log {file}: {why}; make it writable or choose another PROMPTMILL_HOME")
+    handler = _LateFileHandler(file, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", delay=True)
     handler.setFormatter(
         _formatter(
             shared, [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(ensure_ascii=False)]
         )
     )
     return handler
+
+
+class _LateFileHandler(RotatingFileHandler):
+    """The file and its folder are made by the first line: most commands have nothing to say, one that only reads should
+    leave nothing behind, and `logs` stays easy to look through."""
+
+    def _open(self) -> Any:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+def _why_unwritable(file: Path) -> str | None:
+    """Why a file cannot be appended to, or made, in the system's words; None: it can. Nothing is made to find out."""
+    nearest = next(each for each in (file, *file.parents) if os.path.lexists(each))
+    try:
+        if nearest == file:
+            with file.open("ab"):
+                return None
+        if not nearest.is_dir():
+            return os.strerror(errno.ENOTDIR)
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            is_read_only = hasattr(os, "statvfs") and os.statvfs(nearest).f_flag & os.ST_RDONLY
+            return os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _formatter(shared: list[Any], last: list[Any]) -> logging.Formatter:

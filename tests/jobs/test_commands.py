@@ -73,6 +73,37 @@ def command(*arguments: str | Path, stdin: str | None = None) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
 
 
+READING = [
+    ["list"],
+    ["show", "last"],
+    ["watch", "last"],
+    ["results", "last"],
+    ["export", "last", "-o", "-"],
+    ["audit", "batch_req_1"],
+    ["key", "list"],
+    ["tenant", "list"],
+    ["webhook", "list"],
+]
+
+
+@pytest.mark.parametrize("arguments", READING, ids=" ".join)
+def test_a_command_that_only_reads_makes_nothing(tmp_path: Path, arguments: list[str]) -> None:
+    """A misspelt PROMPTMILL_HOME would leave an empty database behind, which then hides the mistake."""
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert ONE_LINE.fullmatch(done.stderr)
+    assert "has no promptmill tables yet" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", READING, ids=" ".join)
+def test_a_command_that_only_reads_needs_no_log(batch: BatchRow, tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "home" / "logs").write_text("where no folder can be")
+    done = command(*arguments)
+    assert "log" not in done.stderr
+    assert done.exit_code in (0, 1) or f"{arguments[-1]}" in done.stderr
+
+
 def test_the_results_of_two_inputs_never_have_the_same_name() -> None:
     """`q.csv` and `q.jsonl` in one folder are two jobs."""
     inputs = ["q", "q.csv", "q.jsonl", "q.txt", "q.txt.gz", "q.jsonl.gz", "a/q.csv", "./q.csv", "q.results.jsonl"]

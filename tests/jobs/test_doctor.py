@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jobs.doctor import Finding, compute_findings
+from jobs.doctor import Finding, _home, compute_findings
+from jobs.settings import Settings
 
 GPU: dict[str, Any] = {
     "name": "gpu0",
@@ -83,3 +85,13 @@ def test_a_sick_gpu_is_missing_and_a_hot_one_is_noted() -> None:
     assert (lost.level, lost.subject, lost.text) == ("missing", "GPU 1", "it has fallen off the bus")
     (hot,) = findings(gpus=[{**GPU, "throttling": ["hardware_thermal"]}])
     assert (hot.level, "slowed down by hardware_thermal" in hot.text) == ("note", True)
+
+
+def test_doctor_makes_no_home(home_settings: Settings, tmp_path: Path) -> None:
+    finding = _home(home_settings)
+    assert (finding.level, finding.text.partition(",")[0]) == ("ok", str(tmp_path / "home"))
+    (tmp_path / "file").write_text("")
+    wrong = _home(home_settings.model_copy(update={"home": tmp_path / "file" / "home"}))
+    assert wrong.level == "missing"
+    assert wrong.text == f"{tmp_path}/file/home cannot be made: {tmp_path}/file is not a folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -91,11 +93,28 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         set_up_logs("p", file=tmp_path / "file" / "worker.log")
 
 
+@pytest.mark.parametrize(("flag", "says"), [(os.ST_RDONLY, "Read-only file system"), (0, "Permission denied")])
+def test_the_reason_why_a_log_cannot_be_written_is_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, says: str
+) -> None:
+    """Nobody can change a permission on a file system that is mounted read-only."""
+    monkeypatch.setattr("jobs.logs.os.access", lambda *_: False)
+    monkeypatch.setattr("jobs.logs.os.statvfs", lambda _folder: SimpleNamespace(f_flag=flag))
+    with pytest.raises(SettingsError, match=f"cannot write the log .*: {says}; make it writable"):
+        set_up_logs("p", file=tmp_path / "logs" / "worker.log")
+
+
+def test_whoever_only_reads_does_without_a_log(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    set_up_logs("results", file=tmp_path / "file" / "results.log", console=False, must_write=False)
+    structlog.get_logger("x").warning("said_to_nobody")
+
+
 def test_a_log_is_made_by_its_first_line(tmp_path: Path) -> None:
     """Most commands have nothing to say; an empty file for each would hide the logs that matter."""
     file = tmp_path / "logs" / "show.log"
     set_up_logs("show", file=file, console=False)
-    assert not file.exists()
+    assert not file.parent.exists()
     structlog.get_logger("x").warning("disk_nearly_full")
     assert len(lines(file)) == 1
 

@@ -67,7 +67,9 @@ def _download(cache: Path) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConversionError(f"cannot make the folder {cache}: {error.strerror}") from error
+        raise ConversionError(
+            f"cannot make the folder {cache}: {error.strerror}; choose another PROMPTMILL_HOME, where you may write"
+        ) from error
     options = ["download", "--no-deps", "--disable-pip-version-check", "--dest", str(cache), REQUIREMENT]
     try:
         done = subprocess.run(
