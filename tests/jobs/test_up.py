@@ -20,6 +20,7 @@ from jobs.queue_server import QueueServerError, find_server
 from jobs.settings import QueueSettings, Settings
 from jobs.up import StopSignals, UpObserver, await_queue, tick_forever
 from tests.conftest import missing, wait_until
+from workers.worker import run_worker
 
 Start = Callable[[], None]
 
@@ -32,7 +33,11 @@ def _serve_http(settings: Settings, observer: UpObserver, _signals: StopSignals)
     serve_http(settings, observer.note)
 
 
-services = pytest.mark.parametrize("service", [_serve_up, tick_forever, serve_doors, _serve_http])
+def _work(settings: Settings, _observer: UpObserver, _signals: StopSignals) -> None:
+    run_worker(settings, Path("nowhere"))
+
+
+SERVICES = [_serve_up, tick_forever, serve_doors, _serve_http]
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def start(port: int, tmp_path: Path) -> Iterator[Start]:
         process.wait(60)
 
 
-@services
+@pytest.mark.parametrize("service", [*SERVICES, _work])
 @pytest.mark.parametrize(
     ("login", "database", "code"),
     [(":wrong@", 0, "queue_login_refused"), ("", 0, "queue_login_refused"), (":right@", 99, "queue_database_missing")],
@@ -85,7 +90,7 @@ def test_a_queue_that_refuses_us_is_named_at_once(
     assert said == []
 
 
-@services
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_queue_that_does_not_come_is_named_when_it_was_waited_for(
     home_settings: Settings, monkeypatch: pytest.MonkeyPatch, service: Callable[..., None]
 ) -> None:
