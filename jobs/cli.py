@@ -324,6 +324,7 @@ def results(batch: str, output: str, follow: bool, cursor: int) -> int:
 @click.option("--input", "input_path", metavar="FILE", help="The batch's input: its columns stand beside the answers.")
 @click.option("--input-format", type=click.Choice(FORMATS), help="[by extension]")
 @click.option("--id-column", type=NAME, help="As it was given when the batch was submitted.")
+@click.option("--template", type=click.Path(path_type=Path), help="As it was given: prompts are then compared too.")
 @reports_errors
 def export(batch: str, **given: Any) -> int:
     """Write BATCH as a table: JSONL, CSV or Parquet, beside the input's columns.

@@ -241,6 +241,7 @@ def export(named: str, given: Mapping[str, Any]) -> int:
     from jobs.export import ExportFormat, InputTable, export_batch, guess_export_format
     from jobs.inputs import InputFormat
     from jobs.source import open_source
+    from jobs.template import read_template
 
     settings = _settings("export", only_reads=True)
     output, input_path = given["output"], given["input_path"]
@@ -258,7 +259,8 @@ def export(named: str, given: Mapping[str, Any]) -> int:
         if input_path is not None:
             source = stack.enter_context(open_source(input_path, settings.files_dir))
             read_as = InputFormat(given["input_format"]) if given["input_format"] else None
-            joined = InputTable(source, read_as, given["id_column"])
+            template = read_template(given["template"]) if given["template"] else None
+            joined = InputTable(source, read_as, given["id_column"], template)
         rows = export_batch(database, batch, output, format_, joined=joined)
     Console(stderr=True).print(f"{rows:,} rows", highlight=False)
     return 0

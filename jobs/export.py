@@ -13,20 +13,40 @@ import json
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from jobs.inputs import ID_COLUMNS, InputFormat, guess_format, line_id, row_id
-from jobs.protocol import dump_json, result_id, show
+from jobs.inputs import (
+    ID_COLUMNS,
+    InputFormat,
+    InputOptions,
+    InputReader,
+    WholeLine,
+    guess_format,
+    line_id,
+    row_id,
+)
+from jobs.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Endpoint,
+    dump_json,
+    load_body,
+    restore_prefix,
+    result_id,
+    show,
+)
 from jobs.results import STDOUT, OutputError
-from jobs.source import MAX_LINE_BYTES, Source, decode
+from jobs.source import MAX_LINE_BYTES, InputError, Source, decode
 from jobs.tables import read_delimited, read_parquet
+from jobs.template import CONTEXT_SEPARATOR, PromptTemplate
 from storage import audit, queries
 from storage.database import Database
 from storage.errors import InvalidRequest, PromptmillError
-from storage.queries import BatchRow, ResultRow
+from storage.queries import BatchRow, ResultRow, StoredRequest
 
 PAGE_ROWS = 1000
 UNFINISHED = "unfinished"
@@ -92,11 +112,15 @@ class ExportError(PromptmillError):
 
 @dataclass(frozen=True, slots=True)
 class InputTable:
-    """The batch's input as rows. id_column: None takes `custom_id`, else `id`, where there is one."""
+    """The batch's input as rows. id_column: None takes `custom_id`, else `id`, where there is one.
+
+    template: that made the prompts; None: there was none, or the prompts of its rows are not compared.
+    """
 
     source: Source
     format: InputFormat | None = None
     id_column: str | None = None
+    template: PromptTemplate | None = None
 
 
 def export_batch(
@@ -115,6 +139,7 @@ def export_batch(
     if joined is None:
         rows = export_rows(database, batch.id)
     else:
+        check_input(database, batch, joined)
         format_of_input = joined.format or guess_format(joined.source)
         columns, input_rows = _input_rows(joined.source, format_of_input)
         id_columns = [joined.id_column] if joined.id_column else _id_columns(format_of_input, columns)
@@ -193,6 +218,109 @@ def answer_text(response: str | None) -> str | None:
 # --- the input beside it -----------------------------------------------------------------------------------------
 
 _InputRow = tuple[int, Mapping[str, object]]
+_UNREADABLE: Mapping[str, object] = {}  # the values of a line that could not be read; an empty object is another one
+
+
+def check_input(database: Database, batch: BatchRow, table: InputTable) -> None:
+    """Compare each line of the input with the request that was made of it.
+
+    Raises ExportError (input_mismatch) at the first line that differs; InputError when it cannot be read at all.
+    What the stored request has besides (parameters, a context, a system message) may come from options of the
+    submission, which are not kept: it is not compared. Nor is a line that was refused, or whose text was purged.
+    """
+    requests = queries.requests_in_order(database, batch.id)
+    request = next(requests, None)
+    for line in _whole_lines(batch, table):
+        if request is not None and request.line < line.line:
+            raise _foreign(f"the batch has a line {request.line}, the input none")
+        if request is None or request.line > line.line:
+            if batch.in_progress_at is None:
+                return  # it was never submitted to its end: later lines are not there
+            raise _foreign(f"the input has a line {line.line}, the batch none")
+        if request.body is not None and (difference := _difference(batch, line, request, table)):
+            raise _foreign(f"line {line.line} {difference}")
+        request = next(requests, None)
+    if request is not None:
+        raise _foreign(f"the batch has a line {request.line}, the input ends before it")
+
+
+def _whole_lines(batch: BatchRow, table: InputTable) -> Iterator[WholeLine]:
+    options = InputOptions(
+        model=batch.model,
+        format=table.format,
+        endpoint=Endpoint(batch.endpoint),
+        template=table.template,
+        id_column=table.id_column,
+    )
+    try:
+        yield from InputReader(table.source, options).whole_lines()
+    except InputError as error:
+        if error.code != "template_needed":
+            raise
+        # Any template reads the rows and their ids.
+        stand_in = replace(options, template=PromptTemplate(_STAND_IN))
+        yield from (
+            line._replace(body=line.body if isinstance(line.body, InvalidRequest) else _NO_PROMPT)
+            for line in InputReader(table.source, stand_in).whole_lines()
+        )
+
+
+_STAND_IN = "-"
+_NO_PROMPT = InvalidRequest("its prompt is made by a template", code="template_needed")
+
+
+def _difference(batch: BatchRow, line: WholeLine, request: StoredRequest, table: InputTable) -> str | None:
+    """How a line differs from its stored request, as the rest of a sentence; None: not at all."""
+    if isinstance(line.body, InvalidRequest):
+        if table.template is None and _has_no_prompt(line.body):
+            return None if line.body is not _NO_PROMPT else _other_id(line, request)
+        return f"is a request in the batch and none in the input ({line.body.message})"
+    endpoint = Endpoint(batch.endpoint)
+    assert request.body is not None, "the caller has seen to it"
+    own = load_body(endpoint, request.body)
+    stored = restore_prefix(own, request.prefix)
+    asked = load_body(endpoint, line.body)
+    return (
+        _other_id(line, request)
+        or _other_text(asked, own, stored, is_text=line.is_text)
+        or _other_parameter(asked, stored)
+    )
+
+
+def _has_no_prompt(error: InvalidRequest) -> bool:
+    """Whether a line says nothing that could be its prompt, so that only a template can have made one of it."""
+    return error is _NO_PROMPT or (error.code == "missing_required_parameter" and error.param == TEXT_COLUMN)
+
+
+def _other_id(line: WholeLine, request: StoredRequest) -> str | None:
+    if line.custom_id == request.custom_id:
+        return None
+    return f"is {show(line.custom_id)} in the input and {show(request.custom_id)} in the batch"
+
+
+def _other_text(asked: Body, own: Body, stored: Body, *, is_text: bool) -> str | None:
+    """own: the stored request without its prefix, which is the context where there was one."""
+    if isinstance(asked, ChatBody) and isinstance(stored, ChatBody):
+        same = asked.messages == stored.messages
+        if is_text:
+            *before, last = stored.messages
+            same = (last,) == asked.messages and [message.role for message in before] in ([], ["system"])
+        return None if same else "has other messages in the input than in the batch"
+    assert isinstance(asked, CompletionBody) and isinstance(own, CompletionBody) and isinstance(stored, CompletionBody)
+    same = asked.prompt == stored.prompt
+    if is_text and isinstance(stored.prompt, str) and isinstance(own.prompt, str):
+        shared = stored.prompt.removesuffix(own.prompt)
+        same = same or (shared.endswith(CONTEXT_SEPARATOR) and asked.prompt == own.prompt)
+    return None if same else "has another prompt in the input than in the batch"
+
+
+def _other_parameter(asked: Body, stored: Body) -> str | None:
+    """The first parameter that the line sets otherwise. What it does not say, an option may have filled."""
+    for name in sorted(asked.model_fields_set - {"messages", "prompt"}):
+        theirs, ours = getattr(asked, name), getattr(stored, name)
+        if theirs is not None and theirs != ours:
+            return f"has {name} {show(theirs)} in the input and {show(ours)} in the batch"
+    return None
 
 
 def _input_rows(source: Source, format_: InputFormat) -> tuple[list[str], Iterator[_InputRow]]:
@@ -210,27 +338,31 @@ def _input_rows(source: Source, format_: InputFormat) -> tuple[list[str], Iterat
         case InputFormat.TEXT:
             return [TEXT_COLUMN], _text_rows(source)
     return list(table.columns), (
-        (number, {} if isinstance(values, InvalidRequest) else values) for number, values in table.rows
+        (number, _UNREADABLE if isinstance(values, InvalidRequest) else values) for number, values in table.rows
     )
 
 
 def _json_rows(source: Source) -> Iterator[_InputRow]:
     for number, data in source.lines():
-        if isinstance(data, InvalidRequest) or not data.strip():
-            continue
-        try:
-            values = json.loads(data)
-        except ValueError:
-            values = {}
-        yield number, values if isinstance(values, dict) else {}
+        if isinstance(data, InvalidRequest):
+            yield number, _UNREADABLE
+        elif data.strip():
+            try:
+                values = json.loads(data)
+            except (ValueError, RecursionError):
+                values = None
+            yield number, values if isinstance(values, dict) else _UNREADABLE
 
 
 def _text_rows(source: Source) -> Iterator[_InputRow]:
     for number, data in source.lines():
-        if isinstance(data, InvalidRequest) or not data.strip():
-            continue
-        with contextlib.suppress(InvalidRequest):
-            yield number, {TEXT_COLUMN: decode(data).rstrip("\r\n")}
+        if isinstance(data, InvalidRequest):
+            yield number, _UNREADABLE
+        elif data.strip():
+            try:
+                yield number, {TEXT_COLUMN: decode(data).rstrip("\r\n")}
+            except InvalidRequest:
+                yield number, _UNREADABLE
 
 
 def _id_columns(format_: InputFormat, columns: Sequence[str]) -> Sequence[str]:
@@ -256,7 +388,7 @@ def _join(
             continue
         theirs = _own_id(values, id_columns)
         # A line without a usable id of its own has one made of its number, or none.
-        if theirs is not None and result["custom_id"] not in (theirs, line_id(line), None):
+        if values is not _UNREADABLE and result["custom_id"] not in (theirs, line_id(line), None):
             raise _foreign(f"line {line} is {show(theirs)} in the input and {show(result['custom_id'])} in the batch")
         yield row | result
         result = next(results, None)
@@ -272,7 +404,8 @@ def _own_id(values: Mapping[str, object], id_columns: Sequence[str]) -> str | No
 
 def _foreign(difference: str) -> ExportError:
     return ExportError(
-        f"the input is not that of this batch: {difference}; give the file that was submitted, and its --id-column",
+        f"the input is not that of this batch: {difference}; give the file that was submitted, its --id-column and its "
+        "--template",
         code="input_mismatch",
     )
 

@@ -104,6 +104,18 @@ class InputLine(NamedTuple):
     prefix: str
 
 
+class WholeLine(NamedTuple):
+    """A line's request as it was asked. body: its normal form as JSON, or what is wrong with the line.
+
+    is_text: it was made of a text alone; a context may stand before that, and a system message.
+    """
+
+    line: int
+    custom_id: str | None
+    body: str | InvalidRequest
+    is_text: bool
+
+
 # A line's number, its custom id if it has one, and what is wrong with it, if anything.
 Verdict = tuple[int, str | None, InvalidRequest | None]
 
@@ -206,6 +218,12 @@ class InputReader:
         """What iterating would say of each line, without making its request: half the work."""
         for number, custom_id, body, _prefix in self._judged_lines():
             yield number, custom_id, body if isinstance(body, InvalidRequest) else None
+
+    def whole_lines(self) -> Iterator[WholeLine]:
+        """Each line's request with nothing taken off, to be compared with what was stored of it."""
+        for number, custom_id, body, _prefix in self._judged_lines():
+            asked = body if isinstance(body, InvalidRequest) else body.to_json()
+            yield WholeLine(number, custom_id, asked, isinstance(body, _TextRequest))
 
     def _judged_lines(self) -> Iterator[tuple[int, str | None, Body | _TextRequest | InvalidRequest, str]]:
         """Each line's number, custom id, request or what is wrong with it, and known prefix.

@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, func, or_, select
 
@@ -231,6 +231,15 @@ class FileRow:
     api_key_id: int | None = None
 
 
+class StoredRequest(NamedTuple):
+    """A line as it was stored. body: in its normal form, without the prefix; None: refused on arrival, or purged."""
+
+    line: int
+    custom_id: str | None
+    body: str | None
+    prefix: str
+
+
 @dataclass(frozen=True, slots=True)
 class AnsweredRequest:
     """A request of a job that has its answer: what it takes to give the same answer to the same question again."""
@@ -333,6 +342,24 @@ def batches_of_job(connection: Connection, name: str, tenant: str = "default") -
         select(BATCHES).where(BATCHES.c.tenant == tenant, BATCHES.c.name == name).order_by(BATCHES.c.id.desc())
     )
     return [BatchRow(**_batch_values(row)) for row in rows]
+
+
+def requests_in_order(database: Database, batch_id: int) -> Iterator[StoredRequest]:
+    """All requests of a batch in input order, page by page, whether they have a result or not."""
+    after = 0
+    while True:
+        with database.read() as connection:
+            rows = connection.execute(
+                select(REQUESTS.c.line, REQUESTS.c.custom_id, REQUESTS.c.body, REQUESTS.c.prefix_id)
+                .where(REQUESTS.c.batch_id == batch_id, REQUESTS.c.line > after)
+                .order_by(REQUESTS.c.line)
+                .limit(PAGE_ROWS)
+            ).all()
+            prefixes = prefix_texts(connection, {row.prefix_id for row in rows if row.prefix_id is not None})
+        if not rows:
+            return
+        yield from (StoredRequest(row.line, row.custom_id, row.body, prefixes.get(row.prefix_id, "")) for row in rows)
+        after = rows[-1].line
 
 
 def answered_requests(database: Database, batch_id: int) -> Iterator[AnsweredRequest]:
